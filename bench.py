@@ -1,0 +1,428 @@
+"""Tables and figures from what runs leave behind.
+
+    runs/a-s0/metrics.jsonl ┐                     ┌ reward.png       mean over seeds, band from lowest to highest seed
+    runs/a-s1/metrics.jsonl ├─ bench.py curves ───┤ step_time.png    seconds per phase, stacked; they add up to the step
+    runs/b-s0/metrics.jsonl ┘                     └ a table on the terminal
+    runs/a-s0/trace.json    ─── bench.py trace ───┬ trace-step7.png  who did what when, one lane per rank and role
+                                                  └ how much of each phase ran inside its own engine's decode
+
+Runs whose names differ only in a trailing seed ("a-s0" and "a-s1", "a_seed3", "a-seed=4") are seeds of one group.
+
+Run:
+    CPU and GPU alike:  python bench.py curves runs/tiny-s0 runs/tiny-s1 runs/tiny-s2
+                        python bench.py trace runs/tiny-s0 --step 7
+Left out on purpose: reading wandb, interactive plots (trace.json opens in ui.perfetto.dev).
+To add a figure, add a dataclass with its fields, a function that computes the numbers, one that draws them, and name the
+dataclass in `main`.
+"""
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib
+
+matplotlib.use("Agg")  # before pyplot: no display is needed
+
+import matplotlib.pyplot as plt  # noqa: E402
+import tyro  # noqa: E402
+
+_SEED = re.compile(r"[-_.]?s(eed)?[-_=]?\d+$")
+_NEEDED = ("step", "reward_mean", "step_s")
+_COLORS = {  # phases keep their colour from figure to figure; names not listed here take what is left of tab20
+    "decode": "tab:blue",
+    "prefill": "tab:cyan",
+    "preprocess": "lightsteelblue",
+    "rollout wait": "lightskyblue",
+    "reference prefix": "tab:olive",
+    "reference": "palegoldenrod",
+    "actor prefix": "tab:red",
+    "actor": "mistyrose",
+    "actor suffix": "lightcoral",
+    "backward": "tab:brown",
+    "optimizer": "tab:purple",
+    "publish": "plum",
+    "barrier": "black",
+    "other": "lightgray",
+}
+_SPARE = ("tab:green", "tab:pink", "tab:orange", "tab:gray", "gold", "darkseagreen", "sienna", "navy")
+
+Record = dict  # one line of metrics.jsonl
+Groups = dict[str, list[list[Record]]]  # group name -> one list of records per seed
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Reward and step-time plots, and a table, from the metrics of one or more runs."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run directories. Seeds of one configuration (names that differ in a trailing -s0, -seed1) are averaged."""
+    out: Path | None = None
+    """Directory for reward.png and step_time.png. Default: the first run's."""
+    smooth: int = 1
+    """Average the reward over this many steps, the current one and those before it. 1: as measured."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Phase timeline of one step as a picture, and the share of each phase that ran inside engine decode."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Run directory."""
+    step: int | None = None
+    """Step to draw, as numbered in metrics.jsonl. Default: the last one in the trace."""
+    out: Path | None = None
+    """PNG to write. Default: trace-step<N>.png in the run directory."""
+
+
+# ---- curves: numbers ---------------------------------------------------------------------------------------------------
+
+
+def read_metrics(run: Path) -> list[Record]:
+    """Records of a run in step order; a step that a resumed run repeated counts once, as it was last.
+
+    Raises ValueError if the run or its metrics are missing, empty or damaged. A torn last line is left out: the run may
+    still be writing it.
+    """
+    path = _file_of(run, "metrics.jsonl")
+    lines = path.read_text().split("\n")
+    records: dict[int, Record] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):  # no newline behind it
+                break
+            raise ValueError(f"{path} line {number} is not JSON ({error.msg}): remove or repair the line") from error
+        if missing := [key for key in _NEEDED if key not in record]:
+            raise ValueError(f"{path} line {number} lacks {', '.join(missing)}: was it written by train.py?")
+        records[record["step"]] = record
+    if not records:
+        raise ValueError(
+            f"{path} has no step yet: wait for the first one, or see the logs beside it if the run has ended"
+        )
+    return [records[step] for step in sorted(records)]
+
+
+def group_runs(runs: Iterable[Path]) -> Groups:
+    """Runs by name without a trailing seed, in the order given."""
+    groups: Groups = {}
+    for run in runs:
+        name = run.resolve().name
+        groups.setdefault(_SEED.sub("", name) or name, []).append(read_metrics(run))
+    return groups
+
+
+def common_steps(seeds: list[list[Record]]) -> list[int]:
+    """Steps that every seed has reached."""
+    steps = set.intersection(*({record["step"] for record in records} for records in seeds))
+    if not steps:
+        raise ValueError("these seeds have no step in common: draw them one by one, or wait until all have begun")
+    return sorted(steps)
+
+
+def reward_curve(seeds: list[list[Record]], smooth: int = 1) -> tuple[list[int], list[float], list[float], list[float]]:
+    """Steps, and over the seeds the mean, lowest and highest reward_mean at each, after averaging `smooth` steps."""
+    steps = common_steps(seeds)
+    curves = []
+    for records in seeds:
+        values = [record["reward_mean"] for record in _at(records, steps)]
+        curves.append([statistics.fmean(values[max(0, i + 1 - smooth) : i + 1]) for i in range(len(values))])
+    points = list(zip(*curves, strict=True))
+    return steps, [statistics.fmean(p) for p in points], [min(p) for p in points], [max(p) for p in points]
+
+
+def phase_seconds(seeds: list[list[Record]]) -> tuple[list[int], dict[str, list[float]]]:
+    """Steps, and seconds of each phase at each step, averaged over seeds. "other" is what is left of step_s."""
+    steps = common_steps(seeds)
+    names: dict[str, None] = {}  # in order of appearance
+    for record in (record for records in seeds for record in records):
+        names |= {
+            key.removeprefix("phase/"): None for key in record if key.startswith("phase/") and key != "phase/other"
+        }
+    aligned = [_at(records, steps) for records in seeds]
+    phases = {
+        name: [statistics.fmean(r.get(f"phase/{name}", 0.0) for r in row) for row in zip(*aligned, strict=True)]
+        for name in names
+    }
+    totals = [statistics.fmean(r["step_s"] for r in row) for row in zip(*aligned, strict=True)]
+    phases["other"] = [total - sum(p[i] for p in phases.values()) for i, total in enumerate(totals)]
+    return steps, phases
+
+
+def fold_small(phases: dict[str, list[float]], share: float = 0.02) -> dict[str, list[float]]:
+    """Phases under `share` of all the time go into "other", so that a legend stays readable. The sums do not change."""
+    total = sum(map(sum, phases.values()))
+    small = [name for name, seconds in phases.items() if name == "other" or sum(seconds) < share * total]
+    kept = {name: seconds for name, seconds in phases.items() if name not in small}
+    return kept | {"other": [sum(values) for values in zip(*(phases[name] for name in small), strict=True)]}
+
+
+def summary(seeds: list[list[Record]]) -> dict[str, str]:
+    """One row of the table. Times and rates are medians without each seed's first step, which also pays for start-up."""
+    steps, mean, _, _ = reward_curve(seeds)
+    tenth = max(1, len(steps) // 10)
+    warm = [record for records in seeds for record in (records[1:] or records)]
+    chance = seeds[0][-1].get("chance")
+    worst = [r["logprob_diff_max"] for records in seeds for r in records if "logprob_diff_max" in r]
+    return {
+        "seeds": str(len(seeds)),
+        "steps": str(len(steps)),
+        "reward first 10%": f"{statistics.fmean(mean[:tenth]):.3f}",
+        "last 10%": f"{statistics.fmean(mean[-tenth:]):.3f}",
+        "chance": "n/a" if chance is None else f"{chance:.3f}",
+        "step s": _median(warm, "step_s", ".2f"),
+        "gen tok/s": _median(warm, "tok_s_generate", ".0f"),
+        "train tok/s": _median(warm, "tok_s_train", ".0f"),
+        "|dlogp| mean": _median(warm, "logprob_diff_mean", ".1e"),
+        "max": f"{max(worst):.1e}" if worst else "n/a",
+        "minutes": _median([records[-1] for records in seeds], "elapsed_s", ".1f", 1 / 60),
+    }
+
+
+# ---- curves: pictures --------------------------------------------------------------------------------------------------
+
+
+def draw_reward(groups: Groups, path: Path, smooth: int) -> None:
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    chances = {}
+    for name, seeds in groups.items():
+        steps, mean, low, high = reward_curve(seeds, smooth)
+        label = name if len(seeds) == 1 else f"{name} (mean of {len(seeds)} seeds, band lowest to highest)"
+        (line,) = axes.plot(steps, mean, label=label, linewidth=2, marker="." if len(steps) < 40 else None)
+        axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        if (chance := seeds[0][-1].get("chance")) is not None:
+            chances[chance] = None
+    for chance in chances:
+        axes.axhline(chance, color="black", linestyle="--", linewidth=1, label=f"chance {chance:.3g}")
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean reward" + (f", average of {smooth} steps" if smooth > 1 else ""))
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside upper left", fontsize="medium")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_step_time(groups: Groups, path: Path) -> None:
+    """One panel per group on one scale, which ends a little above the slowest step but the first."""
+    curves_of = {}
+    for name, seeds in groups.items():
+        steps, phases = phase_seconds(seeds)
+        curves_of[name] = steps, fold_small(phases)
+    size = (4 + 4.5 * len(groups), 5)
+    figure, panels = plt.subplots(1, len(groups), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    colors = _colors(name for _, phases in curves_of.values() for name in phases)
+    top, areas = 0.0, {}
+    for axes, (name, (steps, phases)) in zip(panels[0], curves_of.items(), strict=True):
+        totals = [sum(values) for values in zip(*phases.values(), strict=True)]
+        top = max(top, *(totals[1:] or totals))
+        base = [0.0] * len(steps)
+        for phase, values in phases.items():
+            ends = [b + v for b, v in zip(base, values, strict=True)]
+            areas[phase] = axes.fill_between(steps, base, ends, color=colors[phase], step="mid", linewidth=0)
+            base = ends
+        axes.set_title(name if len(totals) < 2 else f"{name}\nfirst step {totals[0]:.1f} s")
+        axes.set(xlabel="step", xlim=(steps[0] - 0.5, steps[-1] + 0.5))
+        axes.grid(alpha=0.3)
+    panels[0][0].set(ylabel="seconds a step, by phase of rank 0", ylim=(0, 1.15 * top))
+    order = list(areas)[::-1]  # as they lie on each other
+    figure.legend([areas[phase] for phase in order], order, loc="outside right upper")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+# ---- trace -------------------------------------------------------------------------------------------------------------
+
+
+def read_trace(run: Path, step: int | None = None) -> tuple[int, list[dict]]:
+    """The step (the last one if None) and its complete ("X") Chrome trace events, sorted by start, ts and dur in µs.
+
+    Accepts what Perfetto accepts: an array, one without its end as a run leaves it, or {"traceEvents": [...]}.
+    """
+    path = _file_of(run, "trace.json")
+    text = path.read_text().strip()
+    if text.startswith("[") and not text.endswith("]"):
+        text = text[: text.rfind("}") + 1] + "]" if "}" in text else "[]"
+    try:
+        content = json.loads(text or "[]")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not a Chrome trace ({error}): remove what follows its last whole event") from error
+    events = content["traceEvents"] if isinstance(content, dict) else content
+    by_step: dict[int, list[dict]] = {}
+    for event in events:
+        if event.get("ph") == "X" and "step" in event.get("args", {}):
+            by_step.setdefault(event["args"]["step"], []).append(event)
+    if not by_step:
+        raise ValueError(
+            f"{path} has no step yet: wait for the first one, or see the logs beside it if the run has ended"
+        )
+    step = max(by_step) if step is None else step
+    if step not in by_step:
+        raise ValueError(f"{path} has no step {step}: --step takes {min(by_step)} to {max(by_step)}")
+    return step, sorted(by_step[step], key=lambda e: (e["ts"], -e["dur"]))
+
+
+def lanes(events: list[dict]) -> dict[tuple, list[list[dict]]]:
+    """Events by (pid, tid), engines above their trainer; in a lane, rows in which nothing overlaps (nested ones go below)."""
+    out: dict[tuple, list[list[dict]]] = {key: [] for key in sorted({(e["pid"], e["tid"]) for e in events})}
+    for event in events:  # sorted by start, the longer first
+        rows = out[event["pid"], event["tid"]]
+        for row in rows:
+            if row[-1]["ts"] + row[-1]["dur"] <= event["ts"]:
+                row.append(event)
+                break
+        else:
+            rows.append([event])
+    return out
+
+
+def overlap_table(events: list[dict]) -> dict[tuple[int, str], tuple[float, float, float]]:
+    """(rank, phase) -> seconds of the phase; how many of them its engine worked; how many of them it did nothing but decode.
+
+    An engine step that also carries prompt tokens is a prefill. A rank is compared with the engine it started, and a
+    rank that started none with all engines.
+    """
+    table: dict[tuple[int, str], tuple[float, float, float]] = {}
+    engines = [e for e in events if e["tid"] != "train"]
+    for event in sorted((e for e in events if e["tid"] == "train"), key=lambda e: (e["pid"], e["ts"])):
+        own = [e for e in engines if e["pid"] == event["pid"]] or engines
+        inside = [_covered(event, own), _covered(event, [e for e in own if e["name"] == "decode"])]
+        key = event["pid"], event["name"]
+        added = zip(table.get(key, (0.0, 0.0, 0.0)), (event["dur"], *inside), strict=True)
+        table[key] = tuple(old + new / 1e6 for old, new in added)
+    return table
+
+
+def draw_trace(step: int, events: list[dict], path: Path) -> None:
+    """Time counts from the trainer's first event; what an engine still did before that lies left of the axis."""
+    origin = min((e["ts"] for e in events if e["tid"] == "train"), default=events[0]["ts"])
+    length = (max(e["ts"] + e["dur"] for e in events) - origin) / 1e6
+    rows_by_lane, colors = lanes(events), _colors(e["name"] for e in events)
+    height = sum(map(len, rows_by_lane.values())) + 0.5 * len(rows_by_lane)
+    figure, axes = plt.subplots(figsize=(13, 1.8 + 0.42 * height), layout="constrained")
+    y, ticks, bars = 0.0, [], {}
+    for (pid, lane), rows in rows_by_lane.items():
+        ticks.append((y + (len(rows) - 1) / 2, f"rank {pid}\n{lane}"))
+        for row in rows:
+            for event in row:
+                name, start, seconds = event["name"], (event["ts"] - origin) / 1e6, event["dur"] / 1e6
+                bars[name] = axes.barh(y, seconds, 0.9, start, color=colors[name], edgecolor="white", linewidth=0.4)
+                if start >= 0 and seconds > 0.0085 * length * len(name):  # the name fits into the bar
+                    axes.text(start + seconds / 2, y, name, ha="center", va="center", fontsize=8)
+            y += 1
+        axes.axhline(y - 0.25, color="lightgray", linewidth=0.8)
+        y += 0.5
+    first_rank = min(pid for pid, _ in rows_by_lane)
+    for event in events:
+        if event["name"] == "barrier" and event["pid"] == first_rank:
+            end, late = (event["ts"] + event["dur"] - origin) / 1e6, event["ts"] - origin > 0.8e6 * length
+            axes.axvline(end, color="black", linestyle=":", linewidth=1)
+            text = f" barrier {event['args'].get('before', '')} "
+            axes.text(end, -0.7, text, fontsize=8, va="bottom", ha="right" if late else "left")
+    axes.set_yticks([at for at, _ in ticks], [text for _, text in ticks])
+    axes.set(xlim=(0, length), ylim=(y - 0.5, -1.3), xlabel=f"seconds into step {step}")
+    axes.grid(axis="x", alpha=0.3)
+    figure.legend(list(bars.values()), list(bars), loc="outside right upper")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+# ---- helpers and commands ----------------------------------------------------------------------------------------------
+
+
+def _file_of(run: Path, name: str) -> Path:
+    if not run.is_dir():
+        raise ValueError(f"{run}: no such run directory; expected one that train.py made, runs/<name> by default")
+    if not (run / name).is_file():
+        raise ValueError(f"{run} has no {name}: expected a run directory that train.py made, is this its parent?")
+    return run / name
+
+
+def _at(records: list[Record], steps: list[int]) -> list[Record]:
+    by_step = {record["step"]: record for record in records}
+    return [by_step[step] for step in steps]
+
+
+def _median(records: list[Record], key: str, spec: str, scale: float = 1.0) -> str:
+    values = [record[key] for record in records if key in record]
+    return format(statistics.median(values) * scale, spec) if values else "n/a"
+
+
+def _colors(names: Iterable[str]) -> dict[str, str]:
+    colors, spare = dict(_COLORS), 0
+    for name in names:
+        if name not in colors:
+            colors[name] = _SPARE[spare % len(_SPARE)]
+            spare += 1
+    return colors
+
+
+def _covered(event: dict, others: list[dict]) -> float:
+    """How many microseconds of `event` lie in the union of `others`."""
+    total, start, end = 0.0, event["ts"], event["ts"] + event["dur"]
+    for a, b in sorted((e["ts"], e["ts"] + e["dur"]) for e in others):
+        a, b = max(a, start), min(b, end)
+        if b > a:
+            total, start = total + b - a, b
+    return total
+
+
+def _print_table(rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print(
+            "  ".join(
+                cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            )
+        )
+
+
+def curves(args: Curves) -> None:
+    if args.smooth < 1:
+        raise ValueError(f"--smooth {args.smooth}: it must be 1 or more")
+    if not args.runs:
+        raise ValueError("no run given: name one or more run directories")
+    groups = group_runs(args.runs)
+    out = args.out or args.runs[0]
+    out.mkdir(parents=True, exist_ok=True)
+    rows = {name: summary(seeds) for name, seeds in groups.items()}
+    _print_table([["run", *next(iter(rows.values()))], *([name, *row.values()] for name, row in rows.items())])
+    for name, seeds in groups.items():
+        means = {phase: statistics.fmean(values[1:] or values) for phase, values in phase_seconds(seeds)[1].items()}
+        shown = "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in means.items() if seconds >= 0.005)
+        print(f"\n{name}, mean seconds a step (without the first): {shown}")
+    draw_reward(groups, out / "reward.png", args.smooth)
+    draw_step_time(groups, out / "step_time.png")
+    print(f"\nwrote {out / 'reward.png'} and {out / 'step_time.png'}")
+
+
+def trace(args: Trace) -> None:
+    step, events = read_trace(args.run, args.step)
+    table = [["phase", "seconds", "while engine works", "while it only decodes"]]
+    for (rank, name), (total, *inside) in overlap_table(events).items():
+        shares = [f"{part:.3f} ({part / total:4.0%})" if total else "n/a" for part in inside]
+        table.append([f"rank {rank} {name}", f"{total:.3f}", *shares])
+    print(f"step {step}")
+    _print_table(table)
+    path = args.out or args.run / f"trace-step{step}.png"
+    draw_trace(step, events, path)
+    print(f"\nwrote {path}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    command = tyro.cli(Curves | Trace, args=argv, description=__doc__.splitlines()[0])
+    try:
+        curves(command) if isinstance(command, Curves) else trace(command)
+    except ValueError as error:
+        sys.exit(f"bench.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

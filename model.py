@@ -1,0 +1,473 @@
+"""Model: Qwen2.5-VL on Megatron-Core, split at the first response position into a prefix and N suffixes.
+
+    video ─► vision tower ─► projector ─┐                       once per prompt group and role
+    prompt ids ─► embedding ────────────┴► [ P−1 tokens ] ──► K, V of every layer
+                                                               │ ▲
+                        detached leaves: the boundary ─────────┘ │ their gradients, once all suffixes are done
+                                                               ▼ │
+    last prompt token + response ─► embedding ─► [N, 1+S tokens attending to the boundary] ─► log-probabilities
+
+The prefix does not depend on the response, so it may run while the engine still decodes (Rollplex §3.1). Its K and V (after
+rotary embedding) cross a boundary of detached leaves: suffix backward deposits gradients there, and prefix_backward() sends the
+sum through the language model, the projector and the vision tower once per group. The last prompt token belongs to the suffix, so
+that no hidden state has to cross the boundary.
+
+The language model is tensor parallel; the vision tower (transformers) is replicated, every rank computing the same values.
+All parameters are views of memory that weights.py lays out: this file only says which function they compute.
+
+Run:
+    python model.py                          # CPU: prefix/suffix log-probabilities against transformers
+    torchrun --nproc-per-node 2 model.py     # the same at TP 2
+Left out on purpose: pipeline and context parallelism, recomputation, fused GPU kernels.
+To add a model, add its configuration to CONFIGS, its tensors to weights.table() and its forward pass here.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import AutoConfig, Qwen2_5_VLConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+import memory
+
+# B prompts, N responses a prompt, P prompt tokens, S response tokens (padded), H query heads, K key/value heads of this rank,
+# D head size, V vocabulary rows of this rank. Megatron's activations are [tokens, batch, ...].
+
+FORBIDDEN_BIAS = -100.0  # added to the logits of ids that must not be sampled, by the engine and by the trainer alike
+
+# Published dimensions (config.json of Qwen/Qwen2.5-VL-*-Instruct): hidden, MLP, layers, heads, key/value heads, vocabulary, tied,
+# then the vision tower's MLP.
+CONFIGS = {
+    "qwen2.5-vl-3b": (2048, 11008, 36, 16, 2, 151936, True, 3420),
+    "qwen2.5-vl-7b": (3584, 18944, 28, 28, 4, 152064, False, 3420),
+    "qwen2.5-vl-32b": (5120, 27648, 64, 40, 8, 152064, False, 3456),
+    "qwen2.5-vl-72b": (8192, 29568, 80, 64, 8, 152064, False, 3456),
+}
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"]
+SPECIAL_TOKENS += ["<|image_pad|>", "<|video_pad|>"]
+
+
+# ---- configurations and model directories -----------------------------------------------------------------------------------
+
+
+def load_config(model: str) -> Qwen2_5_VLConfig:
+    """The transformers configuration of a model name (tiny, qwen2.5-vl-3b …) or directory. Raises ValueError with the fix."""
+    if model in CONFIGS or model == "tiny":
+        return _named_config(model)
+    path = Path(model)
+    if not (path / "config.json").is_file():
+        names = ", ".join(["tiny", *CONFIGS])
+        raise ValueError(f"--model {model}: expected one of {names} or a directory with a config.json")
+    config = AutoConfig.from_pretrained(path)
+    if config.model_type != "qwen2_5_vl":
+        raise ValueError(f"--model {model}: config.json has model_type {config.model_type!r}, expected qwen2_5_vl")
+    return config
+
+
+def _named_config(name: str) -> Qwen2_5_VLConfig:
+    if name == "tiny":  # head size 32: the smallest that vLLM's CPU attention has
+        hidden, inner, layers, heads, kv, vocab, tied, vision_inner = 128, 256, 2, 4, 2, 384, False, 128
+        vision = dict(depth=2, hidden_size=64, num_heads=2, fullatt_block_indexes=[1])
+        sections, std, positions = [4, 6, 6], 0.08, 4096
+    else:
+        hidden, inner, layers, heads, kv, vocab, tied, vision_inner = CONFIGS[name]
+        vision = dict(depth=32, hidden_size=1280, num_heads=16, fullatt_block_indexes=[7, 15, 23, 31])
+        sections, std, positions = [16, 24, 24], 0.02, 128000
+    ids = {token: i for i, token in enumerate(SPECIAL_TOKENS)}  # make_model_dir's tokenizer puts them first
+    text = dict(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        vocab_size=vocab,
+        max_position_embeddings=positions,
+        rms_norm_eps=1e-6,
+        initializer_range=std,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections},
+        bos_token_id=ids["<|endoftext|>"],
+        eos_token_id=ids["<|im_end|>"],
+    )
+    vision |= dict(
+        intermediate_size=vision_inner, out_hidden_size=hidden, window_size=112, tokens_per_second=2, initializer_range=std
+    )
+    return Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=tied,
+    )
+
+
+def make_model_dir(name: str, root: str | Path) -> Path:
+    """A directory for a named configuration without weights: config, a byte-level tokenizer made here, and the processor.
+
+    The real vocabulary cannot be had without the model's files; ids above the tokenizer's are never produced by it. Returns the
+    directory `root`/`name`, made once.
+    """
+    target = Path(root) / name
+    if (target / "config.json").is_file():
+        return target
+    partial = target.with_name(f"{name}.{os.getpid()}.partial")  # several ranks may make it at once; the first one wins
+    partial.mkdir(parents=True)
+    _save_processor(partial)
+    _named_config(name).save_pretrained(partial)
+    config = json.loads((partial / "config.json").read_text())
+    config["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]  # vLLM finds the model class by this
+    (partial / "config.json").write_text(json.dumps(config, indent=2))
+    try:
+        partial.rename(target)
+    except OSError:
+        shutil.rmtree(partial)
+        if not (target / "config.json").is_file():
+            raise
+    return target
+
+
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
+    "{% if c['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _save_processor(directory: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet)
+    corpus = ["<answer>A</answer> <think> the </think> Which color direction shape moving video Options: A. B. C. D."] * 8
+    tokenizer.train_from_iterator(corpus, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=[t for t in SPECIAL_TOKENS if t not in ("<|im_end|>", "<|endoftext|>")],
+    )
+    fast.chat_template = _CHAT_TEMPLATE
+    budget = dict(min_pixels=4 * 28 * 28, max_pixels=16384 * 28 * 28)
+    video_budget = dict(min_pixels=4 * 28 * 28, max_pixels=768 * 28 * 28)
+    Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**budget),
+        tokenizer=fast,
+        video_processor=Qwen2VLVideoProcessor(**video_budget),
+        chat_template=_CHAT_TEMPLATE,
+    ).save_pretrained(directory)
+
+
+def forbidden_ids(config) -> list[int]:
+    """Ids a policy must never produce: visual placeholders and markers."""
+    ids = [config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id]
+    return sorted(i for i in ids if i is not None)
+
+
+# ---- positions --------------------------------------------------------------------------------------------------------------
+
+
+def positions(input_ids: list[int], grid_thw: list[list[int]], second_per_grid: list[float], config) -> torch.Tensor:
+    """M-RoPE positions [3, P] of expanded prompt ids, by vLLM's rule (the original model's): text after a medium continues at
+    its largest position + 1, and a video's temporal step is seconds per grid × tokens_per_second, truncated after the product.
+    """
+    merge = config.vision_config.spatial_merge_size
+    out, start, i, medium = [], 0, 0, 0
+    while i < len(input_ids):
+        if input_ids[i] in (config.video_token_id, config.image_token_id):
+            t, h, w = grid_thw[medium]
+            block = np.indices((t, h // merge, w // merge)).reshape(3, -1)
+            step = second_per_grid[medium] * config.vision_config.tokens_per_second
+            if input_ids[i] == config.video_token_id:
+                block[0] = (block[0] * step).astype(np.int64)
+            medium += 1
+        else:
+            end = i
+            while end < len(input_ids) and input_ids[end] not in (config.video_token_id, config.image_token_id):
+                end += 1
+            block = np.broadcast_to(np.arange(end - i), (3, end - i))
+        out.append(block + start)
+        start = int(out[-1].max()) + 1
+        i += block.shape[1]
+    return torch.from_numpy(np.concatenate(out, axis=1).astype(np.int64))
+
+
+# ---- attention across the boundary ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Boundary(PackedSeqParams):
+    """Tells the attention layers what to do in one forward pass; travels in Megatron's packed_seq_params argument.
+
+    In a prefix pass `kv` is filled with each layer's key and value [P−1, 1, K, D]; in a suffix pass it is read.
+    """
+
+    kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    suffix: bool = False
+
+
+class BoundaryAttention(torch.nn.Module):
+    """Megatron's core attention: causal, and in a suffix pass every response also attends to the whole kept prefix."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, **unused):
+        super().__init__()
+        self.layer_number = layer_number
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **unused):
+        """query [s, b, H, D], key and value [s, b, K, D], all after rotary embedding -> [s, b, H·D]."""
+        boundary, mask = packed_seq_params, None
+        if boundary is not None and boundary.suffix:
+            prefix_key, prefix_value = boundary.kv[self.layer_number]
+            s, n = query.shape[:2]
+            key = torch.cat([prefix_key.expand(-1, n, -1, -1), key])  # [P−1+s, N, K, D]
+            value = torch.cat([prefix_value.expand(-1, n, -1, -1), value])
+            mask = torch.ones(s, key.shape[0], dtype=torch.bool, device=query.device).tril(key.shape[0] - s)
+        elif boundary is not None:
+            boundary.kv[self.layer_number] = (key, value)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, D]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+
+# ---- layers whose weights match the engine's storage ------------------------------------------------------------------------
+
+
+def _column(config, rows: int, bias: bool = False, **kwargs) -> tensor_parallel.ColumnParallelLinear:
+    # The caller copies its input into the tensor-parallel region once for several of these, so their backward must not reduce it.
+    return tensor_parallel.ColumnParallelLinear(
+        config.hidden_size,
+        rows,
+        config=config,
+        init_method=config.init_method,
+        bias=bias,
+        gather_output=False,
+        disable_grad_reduce=True,
+        **kwargs,
+    )
+
+
+class GatedMLP(torch.nn.Module):
+    """down(silu(gate(x)) · up(x)) with gate and up as two weights: each is then one slab of the engine's fused tensor."""
+
+    def __init__(self, config, **unused):
+        super().__init__()
+        self.gate = _column(config, config.ffn_hidden_size)
+        self.up = _column(config, config.ffn_hidden_size)
+        self.down = tensor_parallel.RowParallelLinear(
+            config.ffn_hidden_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+        )
+
+    def forward(self, x, **unused):
+        """[s, b, hidden] -> [s, b, hidden], None (Megatron's bias, added elsewhere)."""
+        x = tensor_parallel.copy_to_tensor_model_parallel_region(x)
+        return self.down(F.silu(self.gate(x)[0]) * self.up(x)[0])
+
+
+class SplitQKV(torch.nn.Module):
+    """Three projections in place of Megatron's fused one; interleaves their outputs by group, as its attention expects."""
+
+    def __init__(self, input_size, output_size, *, config, bias, **unused):
+        super().__init__()
+        self.head_size = config.kv_channels
+        kv = config.num_query_groups * config.kv_channels
+        self.q = _column(config, output_size - 2 * kv, bias)
+        self.k = _column(config, kv, bias)
+        self.v = _column(config, kv, bias)
+
+    def forward(self, x):
+        """[s, b, hidden] -> [s, b, K·(r+2)·D] with r query heads a group, None."""
+        x = tensor_parallel.copy_to_tensor_model_parallel_region(x)
+        k = self.k(x)[0].unflatten(-1, (-1, self.head_size))  # [s, b, K, D]
+        v = self.v(x)[0].unflatten(-1, (-1, self.head_size))
+        q = self.q(x)[0].unflatten(-1, (k.shape[2], -1))  # [s, b, K, r·D]
+        return torch.cat([q, k, v], dim=-1).flatten(-2), None
+
+
+# ---- the model --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Prefix:
+    """A prompt's kept state for one role. `kv` is what the suffixes read; `attached` leads back into the prefix graph."""
+
+    kv: dict[int, tuple[torch.Tensor, torch.Tensor]]  # leaves [P−1, 1, K, D] per layer
+    attached: dict[int, tuple[torch.Tensor, torch.Tensor]] | None  # None for a reference, which has no backward
+    last_id: int  # the prompt's last token, recomputed in every suffix
+    last_position: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for pair in self.kv.values() for t in pair)
+
+
+class QwenVL(torch.nn.Module):
+    """Qwen2.5-VL: a replicated vision tower and a tensor-parallel language model, on the current Megatron parallel state.
+
+    Parameters are allocated without values; bind() points them at memory that weights.py describes.
+    """
+
+    def __init__(self, config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str):
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        with torch.device("meta"):
+            self.vision = Qwen2_5_VisionTransformerPretrainedModel._from_config(config.vision_config, dtype=dtype)
+        # Only the weights need no memory: the rotary table is a buffer and needs its values.
+        self.vision.rotary_pos_emb = type(self.vision.rotary_pos_emb)(config.vision_config)
+        self.lm = _language_model(config, dtype, qkv)
+        self.tied = config.tie_word_embeddings
+        rows = memory.align(config.text_config.vocab_size, 64) // parallel_state.get_tensor_model_parallel_world_size()
+        first = rows * parallel_state.get_tensor_model_parallel_rank()
+        bias = torch.zeros(rows)  # [V], this rank's rows
+        for i in forbidden_ids(config):
+            if first <= i < first + rows:
+                bias[i - first] = FORBIDDEN_BIAS
+        bias[max(0, config.text_config.vocab_size - first) :] = float("-inf")  # rows that only pad the vocabulary
+        self.logit_bias = bias.to(memory.device())
+
+    def bind(self, views: dict[str, torch.Tensor], requires_grad: bool) -> None:
+        """Point every parameter at `views` (name -> tensor in the parameter's shape). Raises RuntimeError on any mismatch."""
+        named = dict(self.named_parameters())
+        if named.keys() != views.keys():
+            raise RuntimeError(f"model and layout disagree about parameters: {sorted(named.keys() ^ views.keys())[:8]}")
+        for name, parameter in named.items():
+            if parameter.shape != views[name].shape:
+                raise RuntimeError(f"{name}: model {tuple(parameter.shape)}, layout {tuple(views[name].shape)}")
+            owner, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(owner), leaf, torch.nn.Parameter(views[name], requires_grad=requires_grad))
+
+    def prefix(self, sample) -> Prefix:
+        """Encode the media and all prompt tokens but the last; keep K and V (data.Sample -> Prefix).
+
+        Under torch.no_grad() (a reference) the state is detached; otherwise prefix_backward() must be called once, later.
+        A collective of the tensor-parallel group.
+        """
+        ids = sample.input_ids.tolist()
+        pos = positions(ids, sample.grid_thw.tolist(), sample.second_per_grid, self.config)
+        boundary = _Boundary(qkv_format="sbhd")
+        self._decode(self._embed(sample)[:-1], pos[:, None, :-1], boundary)
+        graph = torch.is_grad_enabled()
+        if graph and not all(t.requires_grad for pair in boundary.kv.values() for t in pair):
+            raise RuntimeError("a captured key or value has no graph: the prefix would silently get no gradient")
+        leaves = {i: tuple(t.detach().requires_grad_(graph) for t in pair) for i, pair in boundary.kv.items()}
+        return Prefix(leaves, boundary.kv if graph else None, ids[-1], int(pos[0, -1]))
+
+    def suffix(self, prefix: Prefix, responses: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Log-probabilities [N, S] float32 of `responses` [N, S] int64 (padded at the end; the padding's values mean nothing).
+
+        They are those of the sampling distribution: log_softmax((logits + logit_bias) / temperature), over the whole vocabulary.
+        A collective of the tensor-parallel group.
+        """
+        n, s = responses.shape
+        last = torch.full((n, 1), prefix.last_id, dtype=responses.dtype, device=responses.device)
+        inputs = torch.cat([last, responses[:, :-1]], dim=1)
+        pos = (prefix.last_position + torch.arange(s, device=responses.device)).expand(3, n, s)
+        boundary = _Boundary(qkv_format="sbhd", kv=prefix.kv, suffix=True)
+        hidden = self._decode(self.lm.embedding(inputs, None), pos, boundary)  # [S, N, hidden]
+        weight = self.lm.shared_embedding_or_output_weight() if self.tied else None
+        logits, _ = self.lm.output_layer(hidden, weight=weight)  # [S, N, V]
+        logits = (logits.float() + self.logit_bias) / temperature
+        return -tensor_parallel.vocab_parallel_cross_entropy(logits, responses.t().contiguous()).t()
+
+    def prefix_backward(self, prefix: Prefix) -> None:
+        """Send the gradients that the suffixes left at the boundary through the prefix, the projector and the vision tower."""
+        tensors, gradients = [], []
+        for i, leaves in prefix.kv.items():
+            for attached, leaf in zip(prefix.attached[i], leaves, strict=True):
+                if leaf.grad is not None:  # none at all only if every response was masked
+                    tensors.append(attached)
+                    gradients.append(leaf.grad)
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
+        prefix.kv, prefix.attached = {}, None
+
+    def _embed(self, sample) -> torch.Tensor:
+        """Prompt embeddings [P, 1, hidden] with the media's features in place of their placeholders."""
+        ids = sample.input_ids.to(memory.device())
+        embedded = self.lm.embedding(ids[None], None)
+        if (pixels := sample.pixel_values) is None:  # [patches, 1176] float32
+            return embedded
+        pixels = pixels.to(memory.device(), self.dtype)
+        features = self.vision(pixels, grid_thw=sample.grid_thw.to(memory.device())).pooler_output  # [visual tokens, hidden]
+        visual = (ids == self.config.video_token_id) | (ids == self.config.image_token_id)
+        if int(visual.sum()) != len(features):
+            raise RuntimeError(f"{int(visual.sum())} visual placeholders in the prompt, {len(features)} features from the tower")
+        return embedded.masked_scatter(visual[:, None, None], features.to(embedded.dtype))
+
+    def _decode(self, embedded: torch.Tensor, pos: torch.Tensor, boundary: _Boundary) -> torch.Tensor:
+        """[s, b, hidden], positions [3, b, s] -> hidden states [s, b, hidden] after the final norm."""
+        rotary = self.lm.rotary_pos_emb(pos, self.lm.mrope_section)
+        return self.lm.decoder(
+            hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=boundary
+        )
+
+
+def _language_model(config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str) -> GPTModel:
+    text = config.text_config
+    megatron = TransformerConfig(
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        num_attention_heads=text.num_attention_heads,
+        num_query_groups=text.num_key_value_heads,
+        ffn_hidden_size=text.intermediate_size,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        normalization="RMSNorm",
+        layernorm_epsilon=text.rms_norm_eps,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        mrope_section=list(text.rope_parameters["mrope_section"]),
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=True,  # and no values: bind() replaces every parameter
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+    )
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = BoundaryAttention
+    spec.submodules.mlp = GatedMLP
+    if qkv == "split":
+        spec.submodules.self_attention.submodules.linear_qkv = SplitQKV
+    return GPTModel(
+        megatron,
+        spec,
+        vocab_size=memory.align(text.vocab_size, 64),
+        max_sequence_length=text.max_position_embeddings,
+        position_embedding_type="mrope",
+        rotary_base=text.rope_parameters["rope_theta"],
+        share_embeddings_and_output_weights=config.tie_word_embeddings,
+        parallel_output=True,
+    )

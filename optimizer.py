@@ -1,0 +1,459 @@
+"""AdamW whose FP32 state lives in host memory and visits the device a chunk at a time.
+
+FP32 master weights and the two Adam moments take 12 bytes a parameter, six times the BF16 weights, so they never sit on
+the device together. They are three flat tensors in the host pool. Phase 3 cuts that flat space into chunks of equal
+size and passes each through a small workspace of three slots; all that stays on the device is the new snapshot.
+
+    flat space   | segment 0 | segment 1      | segment 2 (transposed storage) | ...      offsets in elements
+    chunks       |     0      |     1      |     2      |     3      | ...                cuts fall inside tensors
+
+    host pool            workspace: 3 slots x [master, exp_avg, exp_avg_sq, gradient]      shared snapshot
+    master      ─load──▶ slot (j+1) % 3   ┐
+    exp_avg              slot  j    % 3   ├ update: AdamW in place, then cast ───────────▶ segment.dest (BF16 or FP32)
+    exp_avg_sq ◀offload─ slot (j-1) % 3   ┘
+
+Each stage has its own stream. Chunk j+1 loads and chunk j-1 returns while chunk j is updated; a slot is loaded again
+only after its offload. On a CPU the three streams are one and the stages take turns.
+
+Nothing is written before the whole gradient is known to be good: `step` first sums squares (FP64) and adds them over
+the tensor-parallel group; if any rank saw NaN or Inf, every rank skips the step and no byte of any rank changes.
+
+Rounding. The update is the sequence of operations of torch.optim.AdamW (torch 2.11, `_single_tensor_adam`), all of them
+elementwise, so where the cuts fall cannot change a bit. tests/test_optimizer.py verifies on a CPU that master weights,
+moments and FP32 destinations are bit-identical to torch.optim.AdamW(foreach=False) for every chunk size, with weight
+decay and with gradients multiplied by the same grad_scale * clip_coef. That factor is the only deviation: ours comes
+from an FP64 norm and is applied in one multiplication, clip_grad_norm_'s from FP32 (about 1e-7 relative apart).
+
+Run:
+    CPU:  OMP_NUM_THREADS=2 python optimizer.py --params-million 64
+    GPU:  python optimizer.py --params-million 4000 --config.chunk-mib 256     (needs the device section's CUDA backend)
+
+Left out on purpose: sharding the state over data-parallel replicas (each replica updates its own snapshot; the gradient
+is already summed over them), AMSGrad, parameter groups with their own learning rate, and a fused kernel.
+To change the update, edit `_adamw`; to change what is clipped or skipped, edit `step`.
+"""
+
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise, zip_longest
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor
+
+import memory
+
+_SLOTS = 3  # one chunk loading, one updating, one returning
+_ROWS = 4  # FP32 rows of a slot: master, exp_avg, exp_avg_sq, and the gradient (reused for the denominator)
+_ALIGN = 32  # elements: chunk cuts fall on 128-byte boundaries of the FP32 tensors
+_NORM_BLOCK = 1 << 20  # elements squared at once: fixed, so the norm is the same for every chunk_mib above 2.7
+_STATE = ("master", "exp_avg", "exp_avg_sq")
+_COUNTERS = ("adam_steps", "skipped_in_row", "skipped_total")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = 1e-6
+    """Peak learning rate. Fine-tuning a pretrained model: 1e-7 to 5e-6; a tiny model from scratch: 1e-4 to 3e-3."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of Adam's first and second moment, each in [0, 1)."""
+    eps: float = 1e-8
+    """Added to the root of the second moment, after bias correction."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay: each step takes lr * weight_decay off a weight. Norms and biases are exempt. 0 to 0.1."""
+    max_grad_norm: float = 5.0
+    """Clip the gradient to this global L2 norm. 0 switches clipping off; the norm is still measured."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up from lr / warmup_steps to lr."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after warm-up: held, or brought down to min_lr_ratio * lr at decay_steps."""
+    decay_steps: int = 0
+    """Step at which linear and cosine arrive at min_lr_ratio * lr, counted from the run's start, warm-up included."""
+    min_lr_ratio: float = 0.0
+    """Where linear and cosine end, as a share of lr, in [0, 1]."""
+    chunk_mib: float = 64.0
+    """Workspace of one chunk in MiB (16 bytes a parameter); three are in use at once. 4 to 512: large enough that a
+    copy is not dominated by its start, small enough to fit beside the gradient."""
+    max_skipped_steps: int = 3
+    """Non-finite gradients tolerated in a row: every rank skips such a step; one more than this stops the run."""
+
+    def validate(self) -> None:
+        """Raise ValueError naming the field, its value and the fix."""
+        _check(self.lr > 0, f"optimizer.lr is {self.lr}: it must be above 0")
+        _check(all(0 <= b < 1 for b in self.betas), f"optimizer.betas are {self.betas}: each must lie in [0, 1)")
+        _check(self.eps > 0, f"optimizer.eps is {self.eps}: it must be above 0")
+        for name in ("weight_decay", "max_grad_norm", "warmup_steps", "max_skipped_steps"):
+            value = getattr(self, name)
+            _check(value >= 0, f"optimizer.{name} is {value}: it must not be negative")
+        _check(_capacity(self) > 0, f"optimizer.chunk_mib is {self.chunk_mib}: the smallest chunk is 512 bytes")
+        if self.schedule == "constant":
+            unused = self.decay_steps or self.min_lr_ratio
+            _check(not unused, "optimizer.decay_steps and min_lr_ratio do nothing with schedule constant: leave them 0")
+            return
+        _check(0 <= self.min_lr_ratio <= 1, f"optimizer.min_lr_ratio is {self.min_lr_ratio}: it must lie in [0, 1]")
+        wanted = f"set it above warmup_steps ({self.warmup_steps}), usually to the run's number of steps"
+        late = self.decay_steps > self.warmup_steps
+        _check(late, f"optimizer.decay_steps is {self.decay_steps} with schedule {self.schedule}: {wanted}")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One tensor's place in the flat space of one rank."""
+
+    name: str
+    numel: int
+    offset: int  # elements from the start of the flat space; segments follow one another without gaps
+    dest: Tensor  # [numel] contiguous BF16 or FP32 view of where the weight lies, in storage order (Case 2: transposed)
+    decay: bool = True  # weight decay applies
+    counted: bool = True  # adds to the global norm on this rank: a replicated tensor only on tensor-parallel rank 0
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    grad_norm: float  # global L2 norm of the scaled gradient before clipping; not finite when skipped
+    lr: float
+    skipped: bool  # a gradient was not finite on some rank: nothing changed, Adam's step count included
+    clip_coef: float  # factor from clipping, at most 1
+    bytes_loaded: int  # copied into the workspace: 16 bytes a parameter (state 12, gradient 4)
+    bytes_offloaded: int  # copied back to the host pool: 12 bytes a parameter
+    seconds: float
+    nonfinite: str = ""  # "rank 1: layers.3.mlp.up" for each rank that saw NaN or Inf, when skipped
+
+
+def lr_at(step: int, config: OptimizerConfig) -> float:
+    """Learning rate of a step, counted from 0 and skipped steps included."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / (config.decay_steps - config.warmup_steps))
+    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+
+
+def workspace_bytes(config: OptimizerConfig) -> int:
+    """Device memory that the update uses, whatever the size of the model."""
+    return _SLOTS * _ROWS * 4 * _capacity(config)
+
+
+class StreamedAdamW:
+    """AdamW over `segments`, streamed through `workspace`.
+
+    segments:  one a tensor, in offset order, together covering [0, total)
+    grad_flat: [total] FP32, in the same order; read, never written
+    pool:      a memory.HostPool with 12 bytes a parameter to spare
+    workspace: uint8 or FP32, at least workspace_bytes(config), mapped whenever a method runs; None allocates it
+
+    Every destination equals its master weight cast to the destination's dtype, after init_master, step and
+    load_state_dict alike. The caller sums replicated gradients over their group beforehand, so replicas stay equal.
+    """
+
+    def __init__(
+        self,
+        segments: list[Segment],
+        grad_flat: Tensor,
+        pool: memory.HostPool,
+        config: OptimizerConfig,
+        workspace: Tensor | None = None,
+    ):
+        config.validate()
+        self.config = config
+        self.segments = segments
+        self.total = _check_segments(segments)
+        _check_flat("grad_flat", grad_flat, self.total, (torch.float32,))
+        self.grad = grad_flat
+        self.workspace = _fp32_workspace(workspace, config)
+        self.slots = self.workspace.view(_SLOTS, _ROWS, _capacity(config))
+        shape = (self.total,)  # 12 bytes a parameter in all: over 1 GiB from 90 million parameters up
+        self.master, self.exp_avg, self.exp_avg_sq = (
+            pool.alloc(f"optimizer.{n}", shape, torch.float32) for n in _STATE
+        )
+        self.exp_avg.zero_()
+        self.exp_avg_sq.zero_()
+        self.adam_steps = 0  # updates made: t of the bias correction, so a skipped step does not count
+        self.skipped_in_row = 0
+        self.skipped_total = 0
+        self.chunks = _balanced_chunks(self.total, _capacity(config))
+        self._segment_runs = [(s.offset, s.end, s) for s in segments]
+        self._decay_runs = _runs(segments, lambda s: s.decay)
+        self._counted_runs = _runs(segments, lambda s: s.counted)
+        self._load, self._update, self._offload = memory.stream(), memory.stream(), memory.stream()
+
+    @torch.no_grad()
+    def init_master(self) -> None:
+        """Set the FP32 master weights from the destinations (exact: BF16 to FP32 only widens)."""
+        self._stream((), self._read_dest, (self.master,))
+
+    @torch.no_grad()
+    def write_dest(self) -> None:
+        """Regenerate every destination from the master weights."""
+        self._stream((self.master,), self._write_dest, ())
+
+    @torch.no_grad()
+    def step(self, step_index: int, grad_scale: float = 1.0, tp_group=None, dp_group=None) -> StepInfo:
+        """One update from `grad_flat * grad_scale`, clipped; or none, on any rank, if the gradient is not finite.
+
+        step_index: trainer step from 0, sets the learning rate.  grad_scale: 1 / the loss's denominator.
+        Collective: every rank of both process groups calls it. A None group means this rank alone.
+        Raises RuntimeError on every rank after more than max_skipped_steps skips in a row.
+        """
+        start = time.perf_counter()
+        _check(math.isfinite(grad_scale), f"grad_scale is {grad_scale}: the loss's denominator must not be 0")
+        lr = lr_at(step_index, self.config)
+        norm, bad = self._global_norm(grad_scale, tp_group, dp_group)
+        if bad:
+            where = self._locate_nonfinite(tp_group, dp_group)
+            self._count_skip(step_index, where)
+            return StepInfo(norm, lr, True, 1.0, 0, 0, time.perf_counter() - start, where)
+        self.skipped_in_row = 0
+        self.adam_steps += 1
+        limit = self.config.max_grad_norm
+        clip_coef = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+        state = (self.master, self.exp_avg, self.exp_avg_sq)
+        self._stream((*state, self.grad), partial(self._adamw, lr=lr, scale=grad_scale * clip_coef), state)
+        moved = 16 * self.total, 12 * self.total
+        return StepInfo(norm, lr, False, clip_coef, *moved, time.perf_counter() - start)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that exact resume needs. The tensors are references: save them before the next step."""
+        layout = [[s.name, s.numel] for s in self.segments]
+        return {"layout": layout} | {name: getattr(self, name) for name in _STATE + _COUNTERS}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state and regenerate the destinations from its master weights."""
+        for saved, own in zip_longest(state["layout"], self.segments):
+            seen, here = saved and tuple(saved), own and (own.name, own.numel)
+            fix = "resume with the model, train_tp and qkv layout of the run that saved it"
+            _check(seen == here, f"optimizer state is for another layout (saved {seen}, here {here}): {fix}")
+        for name in _STATE:
+            getattr(self, name).copy_(state[name])
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
+        self.write_dest()
+
+    def _stream(self, loads: tuple[Tensor, ...], work: Callable, offloads: tuple[Tensor, ...]) -> None:
+        """Pass every chunk through load, update and offload.
+
+        `loads` fill a slot's rows in order, work(rows [4, b - a], a, b) runs on them, and they go back to `offloads`.
+        The host only enqueues: marks on the streams keep the stages of one chunk, and the uses of one slot, in order.
+        """
+        offloaded = [None] * _SLOTS
+        for j, (a, b) in enumerate(self.chunks):
+            rows = self.slots[j % _SLOTS, :, : b - a]
+            with self._load:
+                if j >= _SLOTS:
+                    self._load.wait(offloaded[j % _SLOTS])  # the slot still holds chunk j - 3 until then
+                for row, source in zip(rows, loads, strict=False):
+                    row.copy_(source[a:b], non_blocking=True)
+                loaded = self._load.record()
+            with self._update:
+                self._update.wait(loaded)
+                work(rows, a, b)
+                updated = self._update.record()
+            with self._offload:
+                self._offload.wait(updated)
+                for row, target in zip(rows, offloads, strict=False):
+                    target[a:b].copy_(row, non_blocking=True)
+                offloaded[j % _SLOTS] = self._offload.record()
+        memory.synchronize()  # sync point: the host reads the state, and others the snapshot, from here on
+
+    def _adamw(self, rows: Tensor, a: int, b: int, lr: float, scale: float) -> None:
+        """AdamW on flat elements [a, b). rows [4, b - a]: master, exp_avg, exp_avg_sq, gradient.
+
+        Operations and their order are torch's, bias corrections in Python floats included. Nothing is allocated.
+        """
+        master, exp_avg, exp_avg_sq, grad = rows
+        (beta1, beta2), t = self.config.betas, self.adam_steps
+        grad.mul_(scale)
+        if self.config.weight_decay != 0:
+            for c, d, decay in _clipped(self._decay_runs, a, b):
+                if decay:
+                    master[c - a : d - a].mul_(1 - lr * self.config.weight_decay)
+        exp_avg.lerp_(grad, 1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        denom = torch.sqrt(exp_avg_sq, out=grad)  # the gradient is used up: its row becomes the denominator
+        denom.div_((1 - beta2**t) ** 0.5).add_(self.config.eps)
+        master.addcdiv_(exp_avg, denom, value=-(lr / (1 - beta1**t)))
+        self._write_dest(rows, a, b)
+
+    def _write_dest(self, rows: Tensor, a: int, b: int) -> None:
+        for c, d, segment in _clipped(self._segment_runs, a, b):
+            segment.dest[c - segment.offset : d - segment.offset].copy_(rows[0, c - a : d - a])
+
+    def _read_dest(self, rows: Tensor, a: int, b: int) -> None:
+        for c, d, segment in _clipped(self._segment_runs, a, b):
+            rows[0, c - a : d - a].copy_(segment.dest[c - segment.offset : d - segment.offset])
+
+    def _global_norm(self, scale: float, tp_group, dp_group) -> tuple[float, bool]:
+        """L2 norm of the scaled gradient over the tensor-parallel group, and whether any rank's gradient is not finite.
+
+        A sum of squares in FP64 cannot overflow from finite FP32 values, so it is finite exactly if they all are.
+        """
+        sums = [torch.zeros((), dtype=torch.float64, device=self.workspace.device) for _ in range(2)]
+        for a, b, counted in self._counted_runs:
+            sums[counted] += self._sum_squares(a, b)
+        squares = torch.stack([sums[True], (~torch.isfinite(sums[True] + sums[False])).double()])
+        if tp_group is not None:
+            dist.all_reduce(squares, group=tp_group)  # every tensor-parallel rank
+        if dp_group is not None:
+            dist.all_reduce(squares, op=dist.ReduceOp.MAX, group=dp_group)  # every replica: their sums are equal
+        total, bad = squares.tolist()  # sync point: also orders the streams behind whatever made the gradient
+        return (math.nan if bad else math.sqrt(total) * abs(scale)), bad > 0
+
+    def _sum_squares(self, a: int, b: int) -> Tensor:
+        """Sum of squares of the gradient's elements [a, b): 0-d FP64, in fixed blocks widened in the workspace."""
+        wide = self.workspace.view(torch.float64)
+        block = min(_NORM_BLOCK, wide.numel())
+        total = torch.zeros((), dtype=torch.float64, device=wide.device)
+        for c in range(a, b, block):
+            d = min(c + block, b)
+            values = wide[: d - c].copy_(self.grad[c:d])
+            total += torch.dot(values, values)
+        return total
+
+    def _locate_nonfinite(self, tp_group, dp_group) -> str:
+        """Rank and first bad segment of every rank that has one. A collective, like step; only on the failure path."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        bad = (s.name for s in self.segments if not torch.isfinite(self._sum_squares(s.offset, s.end)))
+        found = [f"rank {rank}: {name}" for name in bad][:1]
+        for group in (tp_group, dp_group):
+            if group is not None:
+                parts = [None] * dist.get_world_size(group)
+                dist.all_gather_object(parts, found, group=group)
+                found = sorted({entry for part in parts for entry in part})
+        return ", ".join(found)
+
+    def _count_skip(self, step_index: int, where: str) -> None:
+        self.skipped_in_row += 1
+        self.skipped_total += 1
+        allowed = self.config.max_skipped_steps
+        if self.skipped_in_row > allowed:
+            raise RuntimeError(
+                f"step {step_index}: gradient not finite for {self.skipped_in_row} steps in a row, "
+                f"optimizer.max_skipped_steps allows {allowed}; first bad tensor on {where}. "
+                "Look at loss and grad_norm in the steps before it; lower optimizer.lr or optimizer.max_grad_norm"
+            )
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def _capacity(config: OptimizerConfig) -> int:
+    """Parameters that fit in one slot."""
+    return int(config.chunk_mib * 2**20) // (_ROWS * 4) // _ALIGN * _ALIGN
+
+
+def _check_segments(segments: list[Segment]) -> int:
+    """Elements of the flat space. Raises ValueError where segments leave gaps or two destinations overlap."""
+    _check(len(segments) > 0, "the optimizer got no segments: no parameter is trained")
+    end = 0
+    for s in segments:
+        _check(s.numel > 0, f"segment {s.name} is empty")
+        _check(s.offset == end, f"segment {s.name} starts at element {s.offset}, the one before it ends at {end}")
+        _check_flat(f"dest of segment {s.name}", s.dest, s.numel, (torch.bfloat16, torch.float32))
+        end = s.end
+    spans = sorted((s.dest.data_ptr(), s.dest.data_ptr() + s.dest.nbytes, s.name) for s in segments)
+    for (_, stop, first), (start, _, second) in pairwise(spans):
+        _check(stop <= start, f"dest of segment {first} overlaps that of {second}: list a shared weight once")
+    return end
+
+
+def _check_flat(what: str, tensor: Tensor, numel: int, dtypes: tuple[torch.dtype, ...]) -> None:
+    good = tensor.shape == (numel,) and tensor.is_contiguous() and tensor.dtype in dtypes
+    wanted = f"a contiguous 1-D tensor of {numel} {' or '.join(map(str, dtypes))}"
+    _check(good, f"{what} must be {wanted}, got {list(tensor.shape)} strides {tensor.stride()} {tensor.dtype}")
+
+
+def _fp32_workspace(workspace: Tensor | None, config: OptimizerConfig) -> Tensor:
+    """`workspace` cut to what the slots need, viewed as FP32; allocated if None."""
+    need = workspace_bytes(config)
+    if workspace is None:
+        workspace = torch.empty(need, dtype=torch.uint8, device=memory.device())
+    good = workspace.dim() == 1 and workspace.is_contiguous() and workspace.nbytes >= need
+    fix = "enlarge it or lower optimizer.chunk_mib"
+    _check(good, f"the workspace must be a contiguous 1-D tensor of {need} bytes, got {workspace.nbytes}: {fix}")
+    return workspace.view(torch.uint8)[:need].view(torch.float32)
+
+
+def _balanced_chunks(total: int, capacity: int) -> list[tuple[int, int]]:
+    """The fewest [a, b) that cover [0, total) with at most `capacity` elements each, equal up to rounding by _ALIGN."""
+    count = -(-total // capacity)
+    size = -(-total // count)
+    size = -(-size // _ALIGN) * _ALIGN
+    return [(a, min(a + size, total)) for a in range(0, total, size)]
+
+
+def _runs(segments: list[Segment], key: Callable[[Segment], bool]) -> list[tuple[int, int, bool]]:
+    """Maximal stretches (a, b, value) of the flat space on which key(segment) is the same."""
+    runs: list[tuple[int, int, bool]] = []
+    for s in segments:
+        start = runs.pop()[0] if runs and runs[-1][2] == key(s) else s.offset
+        runs.append((start, s.end, key(s)))
+    return runs
+
+
+def _clipped(runs: list[tuple[int, int, Any]], a: int, b: int) -> Iterator[tuple[int, int, Any]]:
+    """The parts of sorted `runs` that lie in [a, b)."""
+    first = bisect_right(runs, a, key=lambda run: run[1])
+    for start, end, value in runs[first:]:
+        if start >= b:
+            return
+        yield max(start, a), min(end, b), value
+
+
+@dataclass(frozen=True)
+class _Demo:
+    params_million: float = 64
+    """Parameters in millions; each takes 12 bytes of host memory and, for this demonstration, 10 of device memory."""
+    steps: int = 5
+    """Steps to time, after a first one that also touches the memory."""
+    config: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(weight_decay=0.01))
+
+
+def _copy_rate(target: Tensor, source: Tensor) -> float:
+    """Bytes a second of one plain copy, the second of two."""
+    for _ in range(2):
+        start = time.perf_counter()
+        target.copy_(source)
+        memory.synchronize()
+    return source.nbytes / (time.perf_counter() - start)
+
+
+def _main(demo: _Demo) -> None:
+    total, device = int(demo.params_million * 1e6), memory.device()
+    dest = torch.randn(total, device=device).bfloat16()
+    cuts = [total * i // 64 for i in range(65)]
+    segments = [Segment(f"tensor {a}", b - a, a, dest[a:b]) for a, b in pairwise(cuts)]
+    grad = torch.randn(total, device=device)
+    optimizer = StreamedAdamW(segments, grad, memory.HostPool(12 * total + 4096), demo.config)
+    optimizer.init_master()
+    optimizer.step(0, 1e-3)
+    infos = [optimizer.step(1 + i, 1e-3) for i in range(demo.steps)]
+    seconds, info = sorted(info.seconds for info in infos)[len(infos) // 2], infos[0]
+    moved_gb = (info.bytes_loaded + info.bytes_offloaded) / 1e9
+    scratch = torch.empty_like(grad)
+    rate_in, rate_out = _copy_rate(scratch, optimizer.master), _copy_rate(optimizer.exp_avg, scratch)
+    floor = info.bytes_loaded / rate_in + info.bytes_offloaded / rate_out
+    chunks = f"{len(optimizer.chunks)} chunks of at most {demo.config.chunk_mib:g} MiB"
+    print(f"{total / 1e6:g} M parameters, {chunks}, on {device} with {torch.get_num_threads()} threads")
+    print(f"step      {seconds:.3f} s (median of {demo.steps}), {moved_gb:.2f} GB moved, {moved_gb / seconds:.1f} GB/s")
+    print(f"floor     {floor:.3f} s for the copies alone: in at {rate_in / 1e9:.1f}, out at {rate_out / 1e9:.1f} GB/s")
+    print(f"distance  {seconds / floor:.2f} x the floor (below 1 is possible where both directions run at once)")
+    print(f"memory    workspace {workspace_bytes(demo.config) / 2**20:g} MiB, host pool {12 * total / 2**30:.2f} GiB")
+
+
+if __name__ == "__main__":
+    _main(tyro.cli(_Demo, description=__doc__.splitlines()[0]))

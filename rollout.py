@@ -1,0 +1,998 @@
+"""Rollout: vLLM engines as subprocesses that read the trainer's weights in place, and the client that drives them.
+
+    trainer rank e                                engine e = python rollout.py --serve FD PARENT
+    ┌──────────────────────────────┐  socketpair  ┌────────────────────────────────────────────┐
+    │ EngineClient                 │ ─ commands ► │ reader thread ─► command queue             │
+    │  generate  poll  wait  abort │              │ main thread, again and again:              │
+    │  publish   release_kv  stop  │              │   take commands, admit one prompt group,   │
+    │  reader thread ◄─────────────│─ responses ─ │   one vLLM step, send what has finished    │
+    └───────────────┬──────────────┘              └───────────────────┬────────────────────────┘
+                    │ writes θk+1                                     │ TP 1: model in this process
+                    ▼                                                 ▼ TP > 1: one worker process per GPU
+             arena snapshot  ◄──────────── every engine parameter is a view of it
+
+The engine never receives weights: a registered loader maps the trainer's snapshot and points every parameter into it, so an
+optimizer step is visible the moment it is written. What must be told is that the weights changed: publish() drops what was
+computed from the old ones. Weights may only be written while no request runs (barrier 3); publish() refuses otherwise.
+
+A prompt group costs one multimodal preprocessing and one prefill: its N responses are N child requests that share the prompt's
+KV blocks, and each is sent the moment it finishes. Groups are admitted one a step in the order given, so a generate() call on an
+idle engine forms the same batches whenever it is repeated; each response also has its own random stream, derived from the
+request's seed and its index. What remains is the backend's own dependence on batch shape (rounding in matrix products).
+
+Log-probabilities are those of the distribution that was sampled from: log_softmax((logits + bias) / temperature) in float32,
+bias before temperature, where bias is FORBIDDEN_BIAS for the forbidden ids and 0 elsewhere (vLLM 0.26, v1/sample/sampler.py:
+logits processors, then temperature, then top-k/top-p, then log_softmax). Temperature 0 is greedy and leaves the division out.
+With top_p or top_k the removed ids are -inf before that log_softmax: the values are renormalised over the kept set and no
+longer comparable with the trainer's. Both are off by default.
+
+A killed trainer takes its engines with it (parent-death signal, and end of file on the socket). A killed or silent engine raises
+EngineDied in the trainer with its phase, exit code, last message and the tail of its log.
+
+Run:
+    python rollout.py                 # CPU: a tiny random model in an arena, one engine, a synthetic clip; under a minute
+    python rollout.py --help
+Left out on purpose: the GPU's KV release and device placement (an error says so), preprocessing ahead of the step that needs it
+(it would hide some milliseconds a group), speculative decoding, sleep mode (with shared weights only KV needs releasing).
+To tune or swap the engine, edit RolloutConfig and _engine_args(); the protocol is the tuples that Engine and EngineClient send.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import mmap
+import os
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import tyro
+
+import memory
+import weights
+
+FORBIDDEN_BIAS = -100.0  # the trainer adds the same, so that both compute the same function
+HEARTBEAT_S = 2.0  # a generating engine reports at least this often, so that silence means trouble
+REAP_S = 5.0  # how long an exit may take before it is forced
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How responses are generated and what an engine may use."""
+
+    tp: tyro.conf.Suppress[tyro.conf.Fixed[int]] = 1
+    """Tensor-parallel degree of an engine; set by the trainer (rollout_tp)."""
+    n: int = 8
+    """Responses per prompt (the group size N of GRPO)."""
+    max_new_tokens: int = 48
+    """Most tokens of a response, the end token included; a longer one is cut and has finish_reason "length"."""
+    temperature: float = 1.0
+    """Sampling temperature; 0 is greedy. Training log-probabilities are divided by the same value."""
+    top_p: float = 1.0
+    """Keep the smallest set of ids with this probability, in (0, 1]; 1 keeps all. Below 1, log-probabilities are renormalised."""
+    top_k: int = 0
+    """Keep the k most likely ids; 0 keeps all. Otherwise log-probabilities are renormalised over the k."""
+    kv_cache_gib: float = 0.25
+    """KV cache of one GPU (of one engine worker on a CPU), GiB; must hold the longest prompt and response at least once."""
+    block_tokens: int = 32
+    """Tokens of a KV block, a multiple of 32; the full blocks of a prompt are shared by its N responses."""
+    max_num_seqs: int = 64
+    """Most responses decoded at once by one engine; the others wait."""
+    max_num_batched_tokens: int = 4096
+    """Most tokens of one engine step: bounds a prefill and its activation memory."""
+    cpu_threads: int = 1
+    """CPU only: cores of each engine worker. Worker j of engine e takes set e·tp + j of the available cores, modulo their count."""
+    start_timeout_s: float = 300.0
+    """Longest time from starting an engine to its readiness, seconds (10 to 40 on an idle core, minutes for a large model)."""
+    silence_timeout_s: float = 120.0
+    """An engine that owes an answer and says nothing for this many seconds is killed and reported."""
+
+    def __post_init__(self):
+        for name in ("tp", "n", "max_new_tokens", "max_num_seqs", "max_num_batched_tokens", "cpu_threads"):
+            self._require(getattr(self, name) >= 1, name, "at least 1")
+        for name in ("kv_cache_gib", "start_timeout_s", "silence_timeout_s"):
+            self._require(getattr(self, name) > 0, name, "above 0")
+        self._require(self.temperature >= 0, "temperature", "0 (greedy) or above")
+        self._require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
+        self._require(self.top_k >= 0, "top_k", "0 (off) or above")
+        self._require(self.block_tokens >= 32 and self.block_tokens % 32 == 0, "block_tokens", "a positive multiple of 32")
+
+    def _require(self, ok: bool, name: str, expected: str) -> None:
+        if not ok:
+            raise ValueError(f"--rollout.{name.replace('_', '-')} {getattr(self, name)}: expected {expected}")
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What an engine maps instead of loading weights: the arguments of weights.layout(), and where the bytes are."""
+
+    model_dir: str  # configuration, tokenizer and processor; weights in it are not read
+    handles: tuple[str, ...]  # memory.Arena.handle of the snapshot of rollout rank 0, 1, …
+    nbytes: int  # of one rank's snapshot
+    train_tp: int
+    qkv: str  # fused or split
+    dtype: str  # float32 or bfloat16
+
+
+@dataclass
+class Request:
+    """One prompt group: `n` responses to one prompt."""
+
+    id: str
+    prompt_ids: list[int]  # one placeholder id per image or video
+    media: Sequence[Any]  # data.Media, in the order of their placeholders
+    n: int
+    seed: int  # with a response's index, determines its random stream
+
+
+@dataclass
+class Response:
+    """One finished (or aborted) response. P is the prompt's length with its placeholders expanded, S the response's."""
+
+    request_id: str
+    index: int  # 0 … n−1 in its group
+    token_ids: list[int]  # [S], with the end token if there was one
+    logprobs: list[float]  # [S] rollout log-probabilities of token_ids
+    finish_reason: str  # stop, length or abort
+    version: int  # of the published weights it was sampled from
+    finished_ns: int  # time.monotonic_ns(), one clock for every process of a host
+    prompt_ids: list[int] = field(default_factory=list)  # [P] what the engine expanded the prompt to; [] if it never got there
+
+
+class Interval(NamedTuple):
+    """Adjacent engine steps of one kind."""
+
+    kind: str  # preprocess, prefill (steps with any prompt work) or decode
+    start_ns: int
+    end_ns: int
+    steps: int
+    tokens: int  # response tokens sampled
+
+
+@dataclass
+class Stats:
+    """What an engine did since the last take_stats()."""
+
+    timeline: list[Interval] = field(default_factory=list)
+    prompt_tokens: int = 0  # over all responses
+    cached_tokens: int = 0  # of those, taken from KV blocks that another response had filled
+    output_tokens: int = 0
+
+    def __add__(self, other: "Stats") -> "Stats":
+        return Stats(
+            self.timeline + other.timeline,
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.output_tokens + other.output_tokens,
+        )
+
+
+class EngineDied(RuntimeError):
+    """An engine process ended or fell silent; the message says where and why, and shows the end of its log."""
+
+
+# ---- client: lives in the trainer rank that started the engine ---------------------------------------------------------------
+
+
+class EngineClient:
+    """Starts an engine and drives it. The constructor returns at once; ready() waits.
+
+    Create it in a thread that lives as long as the trainer: the kernel ends the engine when that thread ends. Commands come from
+    one thread; stop() may come from any. Methods raise EngineDied once the engine is gone, and RuntimeError where it refuses a
+    command and stays usable.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        binding: Binding,
+        *,
+        engine: int,  # number on this host; names its log and chooses its cores
+        max_prompt_tokens: int,  # visual tokens included
+        forbidden_ids: Sequence[int],  # never sampled
+        run_dir: str | Path,  # for the log
+        processor_kwargs: dict[str, Any] | None = None,  # what the trainer's processor gets for every medium, if anything
+    ):
+        if len(binding.handles) != config.tp:
+            raise ValueError(f"rollout.tp {config.tp} needs as many arena handles, got {len(binding.handles)}")
+        self.config, self.engine = config, engine
+        self.log_path = Path(run_dir) / f"engine{engine}.log"
+        self._changed = threading.Condition()  # guards what the reader thread writes: everything up to _ready
+        self._responses: list[Response] = []
+        self._stats = Stats()
+        self._prompt_ids: dict[str, list[int]] = {}
+        self._open_calls: set[int] = set()
+        self._answers: dict[int, tuple[bool, Any]] = {}
+        self._refusals: list[str] = []
+        self._last_heard, self._last_message, self._reason = time.monotonic(), "none", ""
+        self._ready: dict[str, Any] | None = None
+        self._order: dict[str, int] = {}  # request id -> position, for the order of wait()
+        self._calls, self._phase, self._started = 0, "start", time.monotonic()
+        self._funeral = threading.Lock()  # one thread at a time ends the engine
+        self._died: EngineDied | None = None
+        self._stopped = False
+        cores = _cores(engine, config) if memory.device().type == "cpu" else []
+        self._start(cores)
+        setup = _Setup(config, binding, max_prompt_tokens, list(forbidden_ids), processor_kwargs or {}, cores)
+        self._send(("configure", setup))
+
+    @property
+    def died(self) -> EngineDied | None:
+        """Why the engine is gone, or None; stop() is no death. May be read from any thread."""
+        return self._died
+
+    def ready(self) -> dict[str, Any]:
+        """Wait until the engine can generate: {start_s, import_s, build_s, parameters, kv_bytes, kv_tokens}."""
+        limit = self._started + self.config.start_timeout_s
+        self._wait_until(lambda: self._ready is not None, lambda: limit, "was not ready in time (rollout.start_timeout_s)")
+        self._phase = "idle"
+        return self._ready
+
+    def generate(self, requests: Sequence[Request]) -> None:
+        """Start generating and return at once; responses arrive through poll() and wait(). Ids must be new since the last wait()."""
+        ids = [request.id for request in requests]
+        if len(set(ids)) < len(ids) or not self._order.keys().isdisjoint(ids):
+            raise ValueError(f"generate(): request ids must differ from each other and from those not yet waited for, got {ids}")
+        self._order |= {name: len(self._order) + i for i, name in enumerate(ids)}
+        self._calls += 1
+        with self._changed:
+            self._open_calls.add(self._calls)
+        self._phase = "generate"
+        self._send(("generate", self._calls, [_plain(request) for request in requests]))
+
+    def poll(self) -> list[Response]:
+        """Responses that arrived since the last poll() or wait(), in order of arrival; never blocks."""
+        with self._changed:
+            self._raise_if_gone()
+            taken, self._responses = self._responses, []
+            return taken
+
+    def wait(self) -> list[Response]:
+        """Wait until every generate() is finished; the responses that poll() has not returned, by request, then index."""
+        self._wait_until(lambda: not self._open_calls)
+        with self._changed:
+            taken, self._responses = self._responses, []
+            refusals, self._refusals = self._refusals, []
+            self._prompt_ids.clear()
+        taken.sort(key=lambda response: (self._order[response.request_id], response.index))
+        self._order.clear()
+        self._phase = "idle"
+        if refusals:
+            raise RuntimeError(f"engine {self.engine} refused a request: {'; '.join(refusals)}")
+        return taken
+
+    def abort(self) -> None:
+        """Stop everything outstanding: wait() then also returns the partial responses, with finish_reason "abort"."""
+        self._send(("abort",))
+
+    def take_stats(self) -> Stats:
+        """Timeline and token counts of the generate() calls that finished since the last take_stats()."""
+        with self._changed:
+            taken, self._stats = self._stats, Stats()
+            return taken
+
+    def publish(self, version: int) -> None:
+        """The weights have changed: drop the engine's prefix, multimodal and encoder caches. Refused while requests run."""
+        self._ask("publish", version)
+
+    def release_kv(self) -> list[dict[str, int]]:
+        """Give the KV cache's memory back, addresses kept; per worker {kv_bytes, resident_before, resident_after}."""
+        return self._ask("release_kv")
+
+    def restore_kv(self) -> list[dict[str, int]]:
+        """Make the KV cache usable again, empty; same report as release_kv(). Without effect if it was not released."""
+        return self._ask("restore_kv")
+
+    def report(self) -> list[dict[str, Any]]:
+        """Per worker: where each parameter lies, the snapshot's range, what is outside it, and bytes resident."""
+        return self._ask("report")
+
+    def positions(self, request: Request) -> tuple[list[int], torch.Tensor]:
+        """The engine's expanded prompt ids [P] and M-RoPE positions int64 [3, P] of a request, without generating."""
+        ids, rows = self._ask("positions", _plain(request))
+        return ids, torch.tensor(rows)
+
+    def stop(self) -> None:
+        """End the engine and everything it started, politely first; returns when nothing is left. Safe from any thread."""
+        with self._funeral:
+            self._stopped = True
+            with contextlib.suppress(OSError):
+                self._connection.send(("stop",))
+            self._reap(REAP_S)
+        self._reader.join(REAP_S)
+
+    def __enter__(self) -> "EngineClient":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.stop()
+
+    # -- process --
+
+    def _start(self, cores: list[list[int]]) -> None:
+        ours, theirs = socket.socketpair()
+        # No send may block for ever on an engine that has stopped reading.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self.config.silence_timeout_s) + 1, 0))
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log_path, "wb") as log, theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).resolve()), "--serve", str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=_environment(cores),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C reaches the trainer alone, which then stops its engines in order
+            )
+        self._connection = Connection(ours.detach())
+        self._reader = threading.Thread(target=self._read, name=f"engine {self.engine} reader", daemon=True)
+        self._reader.start()
+
+    def _reap(self, grace_s: float) -> int:
+        """Wait `grace_s` for the engine to exit, else kill it, and see its whole session gone; returns the exit code."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_s)
+        if self.process.poll() is None:
+            self.process.kill()
+        code = self.process.wait(REAP_S)
+        # Workers get SIGKILL from the kernel with their parent; the resource tracker then removes shared memory and exits.
+        deadline = time.monotonic() + REAP_S
+        while (left := _session_members(self.process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return code
+
+    def _die(self, what: str, grace_s: float) -> None:
+        """End what is left of the engine and compose the one error that every caller gets from now on."""
+        with self._funeral:
+            if self._stopped or self._died:
+                return
+            code = self._reap(grace_s)
+            ago = time.monotonic() - self._last_heard
+            lines = [f"engine {self.engine} {what} in phase {self._phase!r}; exit code {code}; last message: {self._last_message}, "]
+            lines[0] += f"{ago:.1f} s before"
+            lines += [self._reason or "(it gave no reason)", f"last lines of {self.log_path}:"]
+            lines += [f"  {line}" for line in self.log_path.read_text(errors="replace").splitlines()[-15:]]
+            self._died = EngineDied("\n".join(lines))
+
+    # -- messages --
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = self._connection.recv()
+                with self._changed:
+                    self._handle(*message)
+                    self._changed.notify_all()
+        except (EOFError, OSError):  # the other end is closed: the process is gone or going
+            self._die("ended", REAP_S)
+            with self._changed:
+                self._changed.notify_all()
+
+    def _handle(self, kind: str, *content) -> None:
+        self._last_heard, self._last_message = time.monotonic(), kind
+        if kind == "response":
+            (response,) = content
+            response.prompt_ids = self._prompt_ids.get(response.request_id, [])
+            self._responses.append(response)
+            self._last_message = f"response {response.index} to request {response.request_id}"
+        elif kind == "prompt":
+            self._prompt_ids[content[0]] = content[1]
+        elif kind == "done":
+            call, refusals, stats = content
+            self._open_calls.discard(call)
+            self._refusals += refusals
+            self._stats += stats
+        elif kind == "answer":
+            self._answers[content[0]] = content[1:]
+        elif kind == "ready":
+            self._ready = content[0] | {"start_s": self._last_heard - self._started}
+        elif kind == "failed":
+            self._reason = content[0]
+
+    def _ask(self, command: str, *arguments) -> Any:
+        """Send a command and wait for its answer; RuntimeError if the engine refuses it."""
+        outer, self._phase = self._phase, command
+        self._calls += 1
+        call = self._calls
+        self._send((command, call, *arguments))
+        self._wait_until(lambda: call in self._answers)
+        self._phase = outer
+        ok, value = self._answers.pop(call)
+        if not ok:
+            raise RuntimeError(f"engine {self.engine} refused {command}: {value}")
+        return value
+
+    def _send(self, message: tuple) -> None:
+        self._raise_if_gone()
+        self._last_heard = time.monotonic()  # silence counts from when there is something to answer
+        try:
+            self._connection.send(message)
+        except BlockingIOError:
+            self._die("read no command within rollout.silence_timeout_s", 0)
+        except OSError:  # broken pipe: the reader sees the end of the stream too and composes the error
+            self._reader.join(3 * REAP_S)
+        self._raise_if_gone()
+
+    def _wait_until(self, true: Callable[[], bool], limit: Callable[[], float] | None = None, what: str = "") -> None:
+        limit = limit or (lambda: self._last_heard + self.config.silence_timeout_s)
+        with self._changed:
+            while not true():
+                self._raise_if_gone()
+                if (left := limit() - time.monotonic()) <= 0:
+                    break
+                self._changed.wait(left)
+            else:
+                return
+        self._die(what or "said nothing for too long (rollout.silence_timeout_s)", 0)
+        self._raise_if_gone()
+
+    def _raise_if_gone(self) -> None:
+        if self._stopped:
+            raise EngineDied(f"engine {self.engine} was stopped in phase {self._phase!r}")
+        if self._died is not None:
+            raise self._died
+
+
+def _plain(request: Request) -> Request:
+    """The request with its media as plain (kind, frames, fps), so that the engine need not import what defined them."""
+    media = [(medium.kind, np.ascontiguousarray(medium.frames), float(medium.fps)) for medium in request.media]
+    return Request(request.id, list(request.prompt_ids), media, request.n, request.seed)
+
+
+def _cores(engine: int, config: RolloutConfig) -> list[list[int]]:
+    """Cores of each worker of an engine. vLLM's own choice would put every engine on core 0."""
+    available, width = sorted(os.sched_getaffinity(0)), config.cpu_threads
+    first = engine * config.tp * width
+    flat = [available[(first + i) % len(available)] for i in range(config.tp * width)]
+    return [flat[j * width : (j + 1) * width] for j in range(config.tp)]
+
+
+def _environment(cores: list[list[int]]) -> dict[str, str]:
+    """The trainer's environment without what torchrun put there: an engine that sees it tries to join the trainer's group."""
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_", "OMP_NUM_THREADS")
+    dropped += ("VLLM_CPU_KVCACHE_SPACE",)  # would override kv_cache_gib, in whole GiB
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    environment |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in the engine process: one process less to start and to reap
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # The model runs eagerly, yet vLLM would compile a helper of its sampler: 10 s of every start (30 s the first time).
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    if cores:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, worker)) for worker in cores)
+    return environment
+
+
+def _session_members(session: int) -> list[int]:
+    """Living processes of a session: the engine was started as a session leader, so these are its own."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()  # state, parent, group, session, …
+                if int(fields[3]) == session and fields[0] not in "ZX":
+                    members.append(int(entry.name))
+    return members
+
+
+# ---- engine process ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Setup:
+    config: RolloutConfig
+    binding: Binding
+    max_prompt_tokens: int
+    forbidden_ids: list[int]
+    processor_kwargs: dict[str, Any]
+    cores: list[list[int]]  # of each worker; empty on a GPU
+
+
+@dataclass
+class _Child:
+    """One response in progress."""
+
+    call: int
+    request_id: str
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class _Refused(Exception):
+    """A command that cannot be carried out now; the engine stays usable."""
+
+
+class Engine:
+    """The loop of an engine process: commands in, responses out, one vLLM step at a time."""
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+        self.commands: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+        self.pending: deque[tuple[int, Request]] = deque()  # accepted, not yet admitted
+        self.children: dict[str, _Child] = {}  # vLLM's request id -> response in progress
+        self.unfinished: dict[int, int] = {}  # call -> responses still owed
+        self.refusals: dict[int, list[str]] = {}
+        self.stats = Stats()
+        self.version, self.kv_released, self.running, self.last_sent = 0, False, False, 0.0
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def build(self) -> None:
+        """Import vLLM, map the snapshot, allocate KV, and report readiness."""
+        _, self.setup = self.commands.get()  # ("configure", setup)
+        started = time.monotonic()
+        if self.setup.cores:  # before vLLM's threads exist, so that they inherit it
+            os.sched_setaffinity(0, {core for worker in self.setup.cores for core in worker})
+            torch.set_num_threads(self.setup.config.cpu_threads)
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        _register_loader()
+        imported = time.monotonic()
+        self.llm = LLMEngine.from_engine_args(EngineArgs(**_engine_args(self.setup)))
+        self.scheduler = self.llm.engine_core.engine_core.scheduler
+        self.sampling = _sampling_params(self.setup)
+        workers = self._on_report()
+        if outside := [name for worker in workers for name in worker["outside"]]:
+            raise RuntimeError(f"{len(outside)} engine parameters lie outside the shared snapshot: {outside[:5]}")
+        ready = {name: len(workers[0][name]) if name == "parameters" else workers[0][name] for name in ("parameters", "kv_bytes")}
+        ready["kv_tokens"] = self.llm.vllm_config.cache_config.num_gpu_blocks * self.setup.config.block_tokens
+        self.running = True
+        self._send("ready", ready | {"import_s": imported - started, "build_s": time.monotonic() - imported})
+
+    def run(self) -> None:
+        """Serve until told to stop. Commands are taken between steps; an idle engine sleeps in the queue."""
+        while self.running:
+            if not self.commands.empty() or not self._busy():
+                self._execute(*self.commands.get())
+                continue
+            if self.pending:
+                self._admit(*self.pending.popleft())
+            self._step()
+        self.llm.engine_core.shutdown()
+
+    def _busy(self) -> bool:
+        # The scheduler keeps a finished request for one more step; idle means that nothing of it is left in the workers.
+        return bool(self.pending or self.children or self.scheduler.has_requests())
+
+    def _read(self) -> None:
+        try:
+            while (command := self.connection.recv()) != ("stop",) or self.running:
+                self.commands.put(command)
+            os._exit(0)  # told to stop while still building, which nothing can interrupt
+        except (EOFError, OSError):
+            os._exit(3)  # the trainer is gone; the main thread may be deep in a step
+
+    def _send(self, *message) -> None:
+        self.connection.send(message)
+        self.last_sent = time.monotonic()
+
+    # -- commands --
+
+    def _execute(self, command: str, *arguments) -> None:
+        if command == "stop":
+            self.running = False
+        elif command == "generate":
+            self._accept(*arguments)
+        elif command == "abort":
+            self._abort()
+        else:
+            call, *rest = arguments
+            try:
+                self._send("answer", call, True, getattr(self, f"_on_{command}")(*rest))
+            except _Refused as refused:
+                self._send("answer", call, False, str(refused))
+
+    def _accept(self, call: int, requests: list[Request]) -> None:
+        self.unfinished[call], self.refusals[call] = sum(request.n for request in requests), []
+        self.pending.extend((call, request) for request in requests)
+        if not requests:
+            self._count_down(call, 0)
+
+    def _abort(self) -> None:
+        self.llm.engine_core.abort_requests(list(self.children))
+        for child in [self.children.pop(name) for name in list(self.children)]:
+            self._respond(child, "abort")
+        while self.pending:
+            call, request = self.pending.popleft()
+            for index in range(request.n):
+                self._respond(_Child(call, request.id, index), "abort")
+
+    def _on_publish(self, version: int) -> None:
+        """Drop all that depends on the weights: K and V in the prefix cache, vision features in the encoder cache.
+
+        The multimodal caches hold preprocessed pixels, which do not depend on weights; _engine_args() switches them off, and they
+        are dropped here all the same, so that switching them on cannot become a fault.
+        """
+        self._drop_prefix_cache()
+        self.llm.reset_mm_cache()
+        self.llm.reset_encoder_cache()
+        self.version = version
+
+    def _drop_prefix_cache(self) -> None:
+        if self._busy():
+            raise _Refused(f"{len(self.children) + len(self.pending)} requests are running; wait() or abort() first")
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM holds KV blocks although no request runs")
+
+    def _on_release_kv(self) -> list[dict[str, int]]:
+        self._drop_prefix_cache()  # its blocks are about to lose their contents
+        self.kv_released = True
+        return self.llm.collective_rpc("rollplex_release_kv")
+
+    def _on_restore_kv(self) -> list[dict[str, int]]:
+        self.kv_released = False
+        return self.llm.collective_rpc("rollplex_restore_kv")
+
+    def _on_report(self) -> list[dict[str, Any]]:
+        return self.llm.collective_rpc("rollplex_report")
+
+    def _on_positions(self, request: Request) -> tuple[list[int], list[list[int]]]:
+        ready = self._preprocess(request)
+        arguments = (ready.prompt_token_ids, ready.mm_features or [])
+        return ready.prompt_token_ids, self.llm.collective_rpc("rollplex_positions", args=arguments)[0]
+
+    # -- generation --
+
+    def _admit(self, call: int, request: Request) -> None:
+        """Preprocess one prompt and hand vLLM its n children."""
+        start_ns = time.monotonic_ns()
+        try:
+            ready = self._preprocess(request)
+        except _Refused as refused:
+            self.refusals[call].append(f"{request.id}: {refused}")
+            self._count_down(call, request.n)
+            return
+        self._send("prompt", request.id, ready.prompt_token_ids)
+        for index in range(request.n):
+            child = copy(ready)
+            child.request_id = child.external_req_id = f"{call}/{request.id}/{index}"
+            child.sampling_params = ready.sampling_params.clone()
+            child.sampling_params.seed = _seed(request.seed, index)
+            self.children[child.request_id] = _Child(call, request.id, index)
+            self.llm.engine_core.add_request(child)
+        self._record("preprocess", start_ns, 0)
+
+    def _preprocess(self, request: Request):
+        """vLLM's own form of a request: placeholders expanded, pixels normalised and cut into patches."""
+        if self.kv_released:
+            raise _Refused("the KV cache is released; call restore_kv() first")
+        try:
+            (prompt,) = self.llm.renderer.render_cmpl([_prompt(request)])
+            tasks = self.llm.get_supported_tasks()
+            ready = self.llm.input_processor.process_inputs(request.id, prompt, self.sampling, tasks)
+        except (ValueError, RuntimeError) as error:  # too long for the model, placeholders and media that do not match, …
+            raise _Refused(error) from error
+        if (p := len(ready.prompt_token_ids)) > self.setup.max_prompt_tokens:
+            raise _Refused(f"the prompt has {p} tokens with its media, max_prompt_tokens is {self.setup.max_prompt_tokens}")
+        return ready
+
+    def _step(self) -> None:
+        """One vLLM step over everything admitted; sends the responses that finished in it."""
+        start_ns, tokens, finished = time.monotonic_ns(), 0, []
+        outputs = self.llm.engine_core.get_output().outputs
+        prefill = any(r.num_computed_tokens < r.num_prompt_tokens for r in self.scheduler.running)
+        for output in outputs:
+            if (child := self.children.get(output.request_id)) is None:
+                continue  # aborted while its last step was in flight
+            prefill |= not child.token_ids
+            tokens += len(output.new_token_ids)
+            child.token_ids += output.new_token_ids
+            child.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # column 0 is the sampled token
+            if output.prefill_stats is not None:
+                self.stats.prompt_tokens += output.prefill_stats.num_prompt_tokens
+                self.stats.cached_tokens += output.prefill_stats.num_cached_tokens
+            if output.finish_reason is not None:
+                finished.append((self.children.pop(output.request_id), str(output.finish_reason)))
+        if outputs or prefill:
+            self._record("prefill" if prefill else "decode", start_ns, tokens)
+        for child, reason in finished:
+            self._respond(child, reason)
+        if tokens and time.monotonic() - self.last_sent > HEARTBEAT_S:
+            self._send("heartbeat")
+
+    def _respond(self, child: _Child, reason: str) -> None:
+        assert len(child.logprobs) == len(child.token_ids), f"{len(child.logprobs)} logprobs, {len(child.token_ids)} tokens"
+        self.stats.output_tokens += len(child.token_ids)
+        finished_ns = time.monotonic_ns()
+        what = child.request_id, child.index, child.token_ids, child.logprobs, reason, self.version, finished_ns
+        self._send("response", Response(*what))
+        self._count_down(child.call, 1)
+
+    def _count_down(self, call: int, responses: int) -> None:
+        self.unfinished[call] -= responses
+        if self.unfinished[call] == 0:
+            del self.unfinished[call]
+            stats, self.stats = self.stats, Stats()
+            self._send("done", call, self.refusals.pop(call), stats)
+
+    def _record(self, kind: str, start_ns: int, tokens: int) -> None:
+        end_ns, line, steps = time.monotonic_ns(), self.stats.timeline, 1
+        if line and line[-1].kind == kind:
+            last = line.pop()
+            start_ns, steps, tokens = last.start_ns, last.steps + 1, last.tokens + tokens
+        line.append(Interval(kind, start_ns, end_ns, steps, tokens))
+
+
+def _engine_args(setup: _Setup) -> dict[str, Any]:
+    """vLLM's arguments, the same on a CPU and on a GPU."""
+    config, binding = setup.config, setup.binding
+    return dict(
+        model=binding.model_dir,
+        dtype=binding.dtype,
+        max_model_len=setup.max_prompt_tokens + config.max_new_tokens,
+        tensor_parallel_size=config.tp,
+        load_format="rollplex",
+        model_loader_extra_config=asdict(binding) | {"rollout_tp": config.tp},
+        worker_extension_cls="rollout.EngineExtension",
+        logprobs_mode="processed_logprobs",
+        kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),  # given, so that no memory is profiled beside a co-tenant
+        block_size=config.block_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=True,  # lets a group's responses share the prompt
+        mm_processor_kwargs=setup.processor_kwargs or None,
+        # A group is preprocessed once anyway; and of two videos with one cached, the other would get its metadata.
+        mm_processor_cache_gb=0,
+        mm_encoder_tp_mode="data",  # the vision tower is replicated, as in the trainer
+        skip_mm_profiling=True,
+        enforce_eager=True,
+        disable_log_stats=True,
+        seed=0,
+    )
+
+
+def _sampling_params(setup: _Setup):
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    config = setup.config
+    return SamplingParams(
+        max_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        logprobs=0,  # of the sampled token alone
+        logit_bias={i: FORBIDDEN_BIAS for i in setup.forbidden_ids} or None,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _prompt(request: Request) -> dict[str, Any]:
+    """A request as vLLM's prompt: ids with one placeholder a medium, frames as they are, never resampled."""
+    from PIL import Image
+
+    images = [Image.fromarray(frames[0]) for kind, frames, _ in request.media if kind == "image"]
+    videos, metadata = [], []
+    for kind, frames, fps in request.media:
+        if kind == "video":
+            about = dict(fps=fps, total_num_frames=len(frames), frames_indices=list(range(len(frames))))
+            about |= dict(duration=len(frames) / fps, video_backend="rollplex")
+            metadata.append(about)
+            videos.append((frames, about | {"do_sample_frames": False}))
+    prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+    if request.media:
+        prompt["multi_modal_data"] = {k: v for k, v in (("image", images), ("video", videos)) if v}
+    if videos:
+        # vLLM 0.26 drops the pair's metadata for this model; only so does the real rate reach the temporal positions.
+        prompt["mm_processor_kwargs"] = {"video_metadata": metadata, "do_sample_frames": False}
+    return prompt
+
+
+def _seed(request_seed: int, index: int) -> int:
+    """A response's own seed, 63 bits, mixed so that neighbouring request seeds share no stream."""
+    digest = hashlib.blake2b(f"{request_seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+# ---- engine worker: the process that holds the model -------------------------------------------------------------------------
+
+
+def _register_loader() -> None:
+    """Make load_format="rollplex" known to vLLM: map the snapshot of this tensor-parallel rank instead of loading weights."""
+    from transformers import AutoConfig
+    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    @register_model_loader("rollplex")
+    class SnapshotLoader(BaseModelLoader):
+        def download_model(self, model_config) -> None:
+            pass
+
+        def load_weights(self, model, model_config) -> None:
+            extra = self.load_config.model_loader_extra_config
+            config, dtype = AutoConfig.from_pretrained(extra["model_dir"]), getattr(torch, extra["dtype"])
+            plan = weights.layout(config, extra["train_tp"], extra["rollout_tp"], extra["qkv"], dtype)
+            if plan.nbytes != extra["nbytes"]:
+                raise ValueError(f"the trainer's snapshot has {extra['nbytes']} bytes, the engine's layout {plan.nbytes}")
+            snapshot = memory.attach(extra["handles"][get_tensor_model_parallel_rank()], plan.nbytes)
+            weights.bind_engine(model, snapshot, plan)  # the parameters that vLLM had allocated lose their last reference
+            model.rollplex_snapshot = snapshot
+            _unlink_cpu_communicator()
+
+
+def _unlink_cpu_communicator() -> None:
+    """Remove the names of vLLM's CPU tensor-parallel segments, which a killed worker would leave in /dev/shm.
+
+    Every rank has mapped them when weights are loaded; the memory lives as long as the mappings.
+    """
+    if identity := os.environ.get("VLLM_DIST_IDENT"):
+        for path in Path("/dev/shm").glob(f"{identity}-*-cpushm_*"):
+            path.unlink(missing_ok=True)
+
+
+if "vllm" in sys.modules:  # imported by a vLLM worker, for EngineExtension and before it loads the model
+    _register_loader()
+
+
+class EngineExtension:
+    """Methods that vLLM adds to each worker (worker_extension_cls), called through collective_rpc."""
+
+    def rollplex_report(self) -> dict[str, Any]:
+        """Addresses of the parameters and of the snapshot, and what the process holds."""
+        model = self.model_runner.get_model()
+        low, size = model.rollplex_snapshot.data_ptr(), model.rollplex_snapshot.numel()
+        places = {name: (p.data_ptr(), p.numel() * p.element_size()) for name, p in model.named_parameters()}
+        inside = [name for name, (start, nbytes) in places.items() if nbytes and low <= start and start + nbytes <= low + size]
+        kv = _storages(self.model_runner.kv_caches)
+        return {
+            "pid": os.getpid(),
+            "parameters": places,
+            "snapshot": (low, size),
+            "outside": sorted(places.keys() - set(inside)),
+            "kv_bytes": sum(nbytes for _, nbytes in kv),
+            "kv_resident_bytes": sum(_resident_bytes(*region) for region in kv),
+            "rss_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE,
+        }
+
+    def rollplex_release_kv(self) -> dict[str, int]:
+        """Give the pages of the KV cache back; it reads as zeros afterwards, at the same addresses."""
+        kv = _storages(self.model_runner.kv_caches)
+        before = sum(_resident_bytes(*region) for region in kv)
+        for region in kv:
+            _madvise_dontneed(*region)
+        after = sum(_resident_bytes(*region) for region in kv)
+        return {"kv_bytes": sum(nbytes for _, nbytes in kv), "resident_before": before, "resident_after": after}
+
+    def rollplex_restore_kv(self) -> dict[str, int]:
+        """On a CPU the kernel supplies pages at the first write, so there is only something to report."""
+        kv = _storages(self.model_runner.kv_caches)
+        resident = sum(_resident_bytes(*region) for region in kv)
+        return {"kv_bytes": sum(nbytes for _, nbytes in kv), "resident_before": resident, "resident_after": resident}
+
+    def rollplex_positions(self, prompt_ids: list[int], mm_features: list) -> list[list[int]]:
+        """M-RoPE positions [3, P] as the model runner computes them."""
+        return self.model_runner.get_model().get_mrope_input_positions(prompt_ids, mm_features)[0].tolist()
+
+
+def _storages(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """(address, bytes) of each distinct storage behind `tensors`."""
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        raise NotImplementedError("the KV cache of a GPU cannot be released or measured yet; only the CPU path is built")
+    return sorted({(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors})
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _whole_pages(start: int, nbytes: int) -> tuple[int, int]:
+    """The pages that lie completely in a range; the partial ones at its ends may hold somebody else's bytes."""
+    first = memory.align(start, mmap.PAGESIZE)
+    return first, max(0, (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first)
+
+
+def _madvise_dontneed(start: int, nbytes: int) -> None:
+    first, length = _whole_pages(start, nbytes)
+    if _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), f"madvise of {length} bytes of KV cache failed")
+
+
+def _resident_bytes(start: int, nbytes: int) -> int:
+    first, length = _whole_pages(start, nbytes)
+    pages = (ctypes.c_ubyte * (length // mmap.PAGESIZE))()
+    if _libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(length), pages):
+        raise OSError(ctypes.get_errno(), f"mincore of {length} bytes of KV cache failed")
+    return int((np.frombuffer(pages, dtype=np.uint8) & 1).sum()) * mmap.PAGESIZE
+
+
+def _die_with_parent() -> None:
+    """Have the kernel send SIGKILL when the thread that started this process ends."""
+    pr_set_pdeathsig = 1
+    _libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _serve(fd: int, parent: int) -> None:
+    _die_with_parent()
+    if os.getppid() != parent:
+        sys.exit("the trainer ended before its engine had started")
+    engine = Engine(Connection(fd))
+    try:
+        engine.build()
+        engine.run()
+    except Exception:
+        engine.connection.send(("failed", traceback.format_exc()))
+        raise
+    os._exit(0)  # the interpreter's own clean-up would take seconds and have nothing left to do
+
+
+# ---- demonstration ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Demo:
+    rollout: RolloutConfig
+    prompts: int = 4
+    """Prompt groups to generate."""
+    frames: int = 8
+    """Frames of the synthetic clip, 112 × 112 pixels."""
+
+
+def _demo(args: _Demo) -> None:
+    import tempfile
+    from types import SimpleNamespace
+
+    import model
+
+    with tempfile.TemporaryDirectory() as root:
+        directory = model.make_model_dir("tiny", root)
+        config = model.load_config(str(directory))
+        plan = weights.layout(config, 1, 1, "split", torch.float32)
+        arena = memory.Arena({"snapshot": plan.nbytes})
+        snapshot = weights.Snapshot(plan, 0, arena.acquire("snapshot"), None)
+        weights.init_random(snapshot, seed=0, std=config.text_config.initializer_range)
+        binding = Binding(str(directory), (arena.handle("snapshot"),), plan.nbytes, 1, "split", "float32")
+        frames = np.random.default_rng(0).integers(0, 255, (args.frames, 112, 112, 3), dtype=np.uint8)
+        clip = SimpleNamespace(kind="video", frames=frames, fps=2.0)
+        prompt = [1, config.vision_start_token_id, config.video_token_id, config.vision_end_token_id, *range(40, 60)]
+        forbidden = model.forbidden_ids(config)
+        with EngineClient(
+            args.rollout, binding, engine=0, max_prompt_tokens=2048, forbidden_ids=forbidden, run_dir=root
+        ) as client:
+            print("engine ready:", {name: round(value, 1) for name, value in client.ready().items()})
+            start_ns = time.monotonic_ns()
+            client.generate([Request(f"prompt{i}", prompt, [clip], args.rollout.n, seed=i) for i in range(args.prompts)])
+            responses, stats = client.wait(), client.take_stats()
+            seconds = (time.monotonic_ns() - start_ns) / 1e9
+            first_s = (min(response.finished_ns for response in responses) - start_ns) / 1e9
+            print(f"{len(responses)} responses to prompts of {len(responses[0].prompt_ids)} tokens, the first after {first_s:.2f} s")
+            print(f"{stats.output_tokens / seconds:.0f} tokens/s over {seconds:.2f} s, {stats.cached_tokens / stats.prompt_tokens:.0%} "
+                  "of the prompt tokens from blocks shared in their group")
+
+
+def main() -> None:
+    """`--serve FD PARENT` is how EngineClient starts an engine; anything else is the demonstration."""
+    if sys.argv[1:2] == ["--serve"]:
+        _serve(int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        _demo(tyro.cli(_Demo, description=__doc__.split("\n\n")[0]))
+
+
+if __name__ == "__main__":
+    import rollout  # so that a class has one identity here and where messages are unpickled
+
+    rollout.main()
+elif __name__ == "__mp_main__":  # a vLLM worker, which runs this file before anything else: it must not outlive the engine
+    _die_with_parent()

@@ -1,0 +1,822 @@
+"""Train a vision-language model with GRPO: Megatron-Core computes the update, vLLM generates, both on one copy of the weights.
+
+    torchrun ─┬─ rank 0: trainer ──────── socket ─── rollout.py: engine 0 (vLLM)
+              │    └── arena: snapshot ◄─ same pages ─┘
+              └─ rank 1: trainer ──────── socket ─── rollout.py: engine 1 (vLLM)
+                   └── arena: snapshot ◄─ same pages ─┘
+
+One step: sample prompts, generate N responses each, reward them, compare each with its group, take one gradient step
+(synchronous and on-policy: the responses come from exactly the weights that are updated). `main` holds the loop; sched.py says in
+which order a step's parts run, and `--overlap` chooses it.
+
+Run:
+    torchrun --nproc-per-node 2 train.py                                # CPU: a tiny model learns to name colours in 10 minutes
+    torchrun --nproc-per-node 2 train.py --overlap none                 # the serial order; the same update, bit for bit
+    torchrun --nproc-per-node 2 train.py --model DIR --data.path FILE   # your checkpoint, your data
+Left out on purpose: several optimizer steps per rollout, a learned reward model, a critic.
+To change the algorithm, edit advantages() and policy_loss(); to change when things run, edit sched.py.
+"""
+
+import logging
+import os
+import warnings
+
+# Before Megatron is imported: it and torch's extension builder warn about every optional package that is not installed.
+warnings.filterwarnings("ignore", module=r"megatron\..*")
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+import json  # noqa: E402
+import shutil  # noqa: E402
+import signal  # noqa: E402
+import sys  # noqa: E402
+import threading  # noqa: E402
+import time  # noqa: E402
+import traceback  # noqa: E402
+from dataclasses import asdict, dataclass, field, replace  # noqa: E402
+from datetime import timedelta  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Literal  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import tyro  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+
+import data  # noqa: E402
+import memory  # noqa: E402
+import model as models  # noqa: E402
+import optimizer as optim  # noqa: E402
+import rollout  # noqa: E402
+import sched  # noqa: E402
+import weights  # noqa: E402
+from data import DataConfig  # noqa: E402
+from optimizer import OptimizerConfig  # noqa: E402
+from rollout import RolloutConfig  # noqa: E402
+
+# ---- configuration ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AlgoConfig:
+    """GRPO: the loss and what it compares."""
+
+    kl_coef: float = 0.04
+    """Weight of the KL term to the frozen reference (Video-R1: 0.04). 0 skips the reference model wholly."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per-token estimator of KL(policy || reference): k1 = -r, k2 = r²/2, k3 = exp(r) - 1 - r, with r = log p_ref - log p."""
+    clip_low: float = 0.2
+    """Lower clip of the probability ratio: it counts as at least 1 - clip_low."""
+    clip_high: float = 0.2
+    """Upper clip of the probability ratio: it counts as at most 1 + clip_high (DAPO raises it to 0.28)."""
+    normalize_std: bool = True
+    """Divide a group's centred rewards by their standard deviation (GRPO); off: centre only (Dr. GRPO)."""
+    aggregate: Literal["token", "sequence"] = "token"
+    """token: mean over all response tokens of the step. sequence: mean over each response, then over responses."""
+    tis_cap: float = 0.0
+    """Truncated importance sampling for the engine's mismatch: weigh tokens by min(p_train / p_rollout, cap). 0 is off; 2 is usual."""
+    mask_truncated: bool = False
+    """Leave responses that hit the token limit out of the loss (they still count in their group's rewards)."""
+
+    def validate(self) -> None:
+        _require(self.kl_coef >= 0, "algo.kl-coef", self.kl_coef, "0 or more")
+        _require(0 <= self.clip_low <= 1, "algo.clip-low", self.clip_low, "0 to 1")
+        _require(self.clip_high >= 0, "algo.clip-high", self.clip_high, "0 or more")
+        _require(self.tis_cap >= 0, "algo.tis-cap", self.tis_cap, "0 (off) or a positive cap")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rollplex: synchronous on-policy GRPO for Qwen2.5-VL. Megatron-Core trains, vLLM generates, on one copy of the weights."""
+
+    model: str = "tiny"
+    """tiny, qwen2.5-vl-3b, -7b, -32b, -72b, or a Hugging Face directory of a Qwen2.5-VL model."""
+    weights: Literal["auto", "random"] = "auto"
+    """auto: from the model directory's safetensors. random: initialise (a named configuration has no weights, so must be random;
+    tiny always is)."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of weights and activations. The optimizer's state is always float32."""
+    run_dir: str = ""
+    """Where metrics, trace, logs and checkpoints go. Empty: runs/<model>-<overlap>-<date>. An existing run needs --resume."""
+    resume: bool = False
+    """Continue run_dir from its last checkpoint, exactly as if it had never stopped."""
+    seed: int = 0
+    """Of initial weights, data order and sampling."""
+    steps: int = 100
+    """GRPO steps, that is rollouts and updates."""
+    prompts: int = 32
+    """Prompt groups a step, over all replicas."""
+
+    train_tp: int = 0
+    """Tensor-parallel degree of training. 0: all ranks form one replica; otherwise ranks / train_tp replicas are data-parallel."""
+    rollout_tp: int = 1
+    """Tensor-parallel degree of each engine; divides train_tp. A replica has train_tp / rollout_tp engines."""
+    qkv: Literal["fused", "split"] = "fused"
+    """fused: Megatron's interleaved QKV, permuted after each update (Case 3). split: three weights, everything shared."""
+    placement: Literal["colocated"] = "colocated"
+    """Trainer and engines share the GPUs."""
+    overlap: Literal["none", "prefix"] = "prefix"
+    """none: serial phases (the papers' Colocate). prefix: reference and actor prefixes run beside decode (Rollplex)."""
+
+    warmup_steps: int = 0
+    """Supervised steps before GRPO that teach the answer format alone: the answer is a random option, so no question is answered."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints for --resume (the last two are kept). 0: none."""
+    export: bool = True
+    """Write the trained model to run_dir/model as a Hugging Face directory."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Also log to Weights & Biases. metrics.jsonl is always written."""
+
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    """GRPO"""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Prompts, media and rewards"""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """The engines"""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW"""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def named(self) -> bool:
+        """A configuration this repository knows, without weights of its own."""
+        return self.model == "tiny" or self.model in models.CONFIGS
+
+    def tp(self, world: int) -> int:
+        return self.train_tp or world
+
+    def validate(self, world: int) -> None:
+        """Cross-field checks that need no model. Raises ValueError with the field and the fix."""
+        for part in (self.algo, self.data, self.optimizer):
+            part.validate()
+        _require(self.steps >= 0, "steps", self.steps, "0 or more")
+        _require(self.prompts >= 1, "prompts", self.prompts, "1 or more")
+        tp = self.tp(world)
+        _require(tp > 0 and world % tp == 0, "train-tp", tp, f"a divisor of the {world} ranks that torchrun started")
+        _require(self.prompts % (world // tp) == 0, "prompts", self.prompts, f"a multiple of the {world // tp} replicas")
+        if self.named and self.model != "tiny":
+            _require(self.weights == "random", "weights", self.weights, f"random: {self.model} is a configuration without weights")
+        _require(not (self.resume and not self.run_dir), "run-dir", "''", "the run to --resume")
+
+
+def check_model(config: Config, hf_config, world: int) -> None:
+    """Cross-field checks against the model's configuration. Raises ValueError with the field and the fix."""
+    weights.check_degrees(hf_config, config.tp(world), config.rollout_tp, config.qkv)
+    most, used = hf_config.text_config.max_position_embeddings, config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    expected = f"together with --rollout.max-new-tokens {config.rollout.max_new_tokens} at most the model's {most} positions"
+    _require(used <= most, "data.max-prompt-tokens", config.data.max_prompt_tokens, expected)
+
+
+# What `train.py` alone runs: small enough for two cores, and large enough to be every mechanism.
+TINY = Config(
+    dtype="float32",
+    steps=150,
+    prompts=16,
+    warmup_steps=30,
+    algo=AlgoConfig(kl_coef=0.002),
+    data=DataConfig(max_prompt_tokens=512),
+    rollout=RolloutConfig(max_new_tokens=12),
+    optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=1.0, chunk_mib=4.0),
+)
+
+
+def parse(argv: list[str]) -> Config:
+    """The command line on top of the preset of its --model: TINY for tiny, the published recipe (Config's defaults) otherwise."""
+    name = next((argv[i + 1] for i, a in enumerate(argv[:-1]) if a == "--model"), None)
+    name = next((a.removeprefix("--model=") for a in argv if a.startswith("--model=")), name)
+    default = TINY if name in (None, "tiny") else Config()
+    return tyro.cli(Config, default=default, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def _require(ok: bool, name: str, value: object, expected: str) -> None:
+    if not ok:
+        raise ValueError(f"--{name} {value}: expected {expected}")
+
+
+# ---- the algorithm ----------------------------------------------------------------------------------------------------------
+
+
+def advantages(rewards: torch.Tensor, normalize_std: bool) -> torch.Tensor:
+    """[N] rewards of one group -> [N] advantages; exactly zero where all rewards are equal (DeepSeekMath, equation 21)."""
+    if (rewards == rewards[0]).all():
+        return torch.zeros_like(rewards)
+    centred = rewards - rewards.mean()
+    return centred / (rewards.std(unbiased=False) + 1e-6) if normalize_std else centred
+
+
+def kl_estimate(new: torch.Tensor, ref: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Per-token estimate of KL(policy || reference) from log-probabilities of tokens that the policy sampled."""
+    r = ref - new
+    return {"k1": -r, "k2": r * r / 2, "k3": torch.exp(r) - 1 - r}[estimator]
+
+
+def policy_loss(
+    new: torch.Tensor,
+    old: torch.Tensor,
+    rollout: torch.Tensor,
+    ref: torch.Tensor | None,
+    advantage: torch.Tensor,
+    mask: torch.Tensor,
+    algo: AlgoConfig,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Unnormalised clipped GRPO loss of one group, and sums for the metrics.
+
+    new, old, rollout, ref, mask: [N, S], log-probabilities by the weights being trained, by the weights that sampled (trainer's
+    and engine's arithmetic), by the reference; mask selects the tokens that count. advantage: [N]. The sum over all groups
+    divided by denominator() is the step's loss.
+    """
+    ratio = torch.exp(new - old)
+    gain = torch.minimum(ratio * advantage[:, None], ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high) * advantage[:, None])
+    if algo.tis_cap:
+        gain = gain * torch.exp(old - rollout).clamp(max=algo.tis_cap).detach()
+    loss = -gain
+    kl = torch.zeros_like(new) if ref is None else kl_estimate(new, ref, algo.kl_estimator)
+    if algo.kl_coef:
+        loss = loss + algo.kl_coef * kl
+    weight = mask.to(new.dtype)
+    if algo.aggregate == "sequence":
+        weight = weight / weight.sum(1, keepdim=True).clamp(min=1)
+    gap = ((old - rollout).abs() * mask).detach()
+    clipped = ((ratio < 1 - algo.clip_low) & (advantage[:, None] < 0)) | ((ratio > 1 + algo.clip_high) & (advantage[:, None] > 0))
+    total = (loss.masked_fill(~mask, 0.0) * weight).sum()
+    sums = dict(loss=total, kl=kl[mask].sum(), gap=gap.sum(), clipped=(clipped & mask).sum(), tokens=mask.sum())
+    return total, {name: value.detach().double() for name, value in sums.items()} | {"gap_max": gap.max().double()}
+
+
+def denominator(groups: list[sched.Group], algo: AlgoConfig) -> float:
+    """What the summed loss is divided by: tokens or responses that count, over the groups given."""
+    if algo.aggregate == "token":
+        return float(sum(int(group.mask.sum()) for group in groups))
+    return float(sum(int(group.mask.any(1).sum()) for group in groups))
+
+
+# ---- one trainer rank -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ranks:
+    """Where this process stands: its replica, its place in it, and the groups that talk."""
+
+    rank: int
+    world: int
+    tp: int
+    tp_rank: int
+    replica: int
+    tp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    control: dist.ProcessGroup  # gloo over the replica, for objects and barriers
+    exchange: dist.ProcessGroup | None  # the q ranks whose shards form one rollout shard
+
+
+def join(config: Config) -> Ranks:
+    """Join torchrun's process group and build Megatron's parallel state. Collective over all ranks."""
+    torch.set_num_threads(1)  # a fixed reduction order, and the engines want the other cores
+    memory.answer_cuda_queries()
+    if not dist.is_initialized():
+        dist.init_process_group(memory.backend(), timeout=timedelta(minutes=30))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tp = config.tp(world)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    q, control, exchange = tp // config.rollout_tp, None, None
+    for first in range(0, world, tp):  # new_group is collective: every rank makes every group
+        group = dist.new_group(range(first, first + tp), backend="gloo")
+        control = group if first <= rank < first + tp else control
+    for first in range(0, world, q):
+        group = dist.new_group(range(first, first + q))
+        exchange = group if first <= rank < first + q else exchange
+    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
+    return Ranks(rank, world, tp, rank % tp, rank // tp, *groups, control, exchange)
+
+
+class Trainer:
+    """Everything one rank owns, built once: arena, pool, model, reference, optimizer, engine and data."""
+
+    def __init__(self, config: Config, ranks: Ranks, run_dir: Path, model_dir: Path):
+        self.config, self.ranks, self.run_dir, self.model_dir = config, ranks, run_dir, model_dir
+        hf_config = models.load_config(str(model_dir))
+        self.plan = weights.layout(hf_config, ranks.tp, config.rollout_tp, config.qkv, config.torch_dtype)
+        self.timeline = sched.Timeline(ranks.rank)
+        self.shards = weights.shards(self.plan, ranks.tp_rank)
+        self.numel = sum(torch.Size(shard.storage).numel() for shard in self.shards)
+        self._allocate()
+        self.engine = self._start_engine(hf_config)  # boots while the rest is built: it needs only the pages
+        self._load_weights(hf_config)
+        self._build(hf_config)
+
+    def _allocate(self) -> None:
+        config, dtype = self.config, self.config.torch_dtype
+        sizes = {"snapshot": self.plan.nbytes, "gradient": 4 * self.numel, "workspace": optim.workspace_bytes(config.optimizer)}
+        if config.qkv == "fused":
+            sizes["fused_qkv"] = weights.fused_nbytes(self.plan)
+        if config.algo.kl_coef:
+            sizes["reference"] = dtype.itemsize * self.numel
+        self.arena = memory.Arena(sizes)
+        self.pool = memory.HostPool(12 * self.numel + sizes.get("reference", 0) + 8 * memory.ALIGN_BYTES)
+        fused = self.arena.acquire("fused_qkv") if config.qkv == "fused" else None
+        snapshot = self.arena.acquire("snapshot")
+        self.snapshot = weights.Snapshot(self.plan, self.ranks.tp_rank, snapshot, fused, self.ranks.exchange)
+
+    def _start_engine(self, hf_config) -> "rollout.EngineClient | None":
+        """Trainer ranks 0 … q-1 of a replica start engine e on the GPUs e, e+q, e+2q, …; the others return None."""
+        handles: list = [None] * self.ranks.tp
+        dist.all_gather_object(handles, self.arena.handle("snapshot"), group=self.ranks.control)
+        e, q = self.ranks.tp_rank, self.plan.q
+        if e >= q:
+            return None
+        config = self.config
+        return rollout.EngineClient(
+            replace(config.rollout, tp=config.rollout_tp),
+            rollout.Binding(str(self.model_dir), tuple(handles[e::q]), self.plan.nbytes, self.ranks.tp, config.qkv, config.dtype),
+            engine=self.ranks.replica * q + e,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            forbidden_ids=models.forbidden_ids(hf_config),
+            run_dir=self.run_dir,
+        )
+
+    def _load_weights(self, hf_config) -> None:
+        if self.config.named or self.config.weights == "random":
+            weights.init_random(self.snapshot, self.config.seed, hf_config.text_config.initializer_range)
+        else:
+            weights.load_hf(self.snapshot, self.model_dir)
+
+    def _build(self, hf_config) -> None:
+        config = self.config
+        self.actor = models.QwenVL(hf_config, config.torch_dtype, config.qkv)
+        self.actor.bind({s.name: s.parameter(self.snapshot.flat(s)) for s in self.shards}, requires_grad=True)
+        gradient = self.arena.acquire("gradient").view(torch.float32)
+        segments, offset, views = [], 0, {}
+        for shard in self.shards:
+            n = torch.Size(shard.storage).numel()
+            views[shard.name] = shard.parameter(gradient[offset : offset + n])
+            counted = not shard.replicated or self.ranks.tp_rank == 0
+            segments.append(optim.Segment(shard.name, n, offset, self.snapshot.flat(shard), len(shard.storage) > 1, counted))
+            offset += n
+        for name, parameter in self.actor.named_parameters():
+            parameter.register_post_accumulate_grad_hook(_accumulate_into(views[name]))
+        workspace = self.arena.acquire("workspace")
+        self.optimizer = optim.StreamedAdamW(segments, gradient, self.pool, config.optimizer, workspace)
+        self.optimizer.init_master()
+        self.arena.release("workspace")
+        self.arena.release("gradient")
+        self.dataset = data.Dataset(config.data, self.model_dir, self.run_dir.parent / "data")
+        self.loader = data.Loader(self.dataset, self.run_dir, self.ranks.rank, self.ranks.world)
+        self.schedule = sched.Schedule(
+            config.overlap,
+            config.rollout.temperature,
+            self.actor,
+            None,
+            self.engine,
+            self.optimizer,
+            self.snapshot,
+            self.arena,
+            self.timeline,
+            self.ranks.control,
+            self.ranks.tp_group,
+            self.ranks.dp_group,
+        )
+
+    def freeze_reference(self, saved: Path | None = None) -> None:
+        """Copy θ0, or the reference a resumed run had, into the host pool, and bind the reference model to its arena region."""
+        if not self.config.algo.kl_coef:
+            return
+        dtype = self.config.torch_dtype
+        host = self.pool.alloc("reference", (self.numel * dtype.itemsize,), torch.uint8)
+        if saved is not None:
+            host.copy_(torch.load(saved))
+        region = self.arena.acquire("reference").view(dtype)
+        views, offset = {}, 0
+        for shard in self.shards:
+            n = torch.Size(shard.storage).numel()
+            if saved is None:
+                host.view(dtype)[offset : offset + n].copy_(self.snapshot.flat(shard))
+            views[shard.name] = shard.parameter(region[offset : offset + n])
+            offset += n
+        self.arena.release("reference")
+        reference = models.QwenVL(self.actor.config, dtype, self.config.qkv)
+        reference.bind(views, requires_grad=False)
+        self.schedule.reference = sched.PagedReference(reference, self.arena, host)
+        self.reference_host = host
+
+    def samples(self, position: int, count: int) -> tuple[list[data.Sample], int]:
+        """The next `count` usable samples, decoded by all ranks together. Collective over all ranks."""
+        have: dict = {}
+        while slots := self.loader.missing(have, position, count):
+            pieces: list = [None] * self.ranks.world
+            dist.all_gather_object(pieces, self.loader.fetch(slots))
+            for piece in pieces:
+                have |= piece
+        return self.loader.take(have, position, count)
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.stop()
+        if hasattr(self, "loader"):
+            self.loader.close()
+
+
+def _accumulate_into(buffer: torch.Tensor):
+    """Add each finished parameter gradient to its FP32 place in the arena, and drop it."""
+
+    def hook(parameter: torch.Tensor) -> None:
+        buffer.add_(parameter.grad)
+        parameter.grad = None
+
+    return hook
+
+
+# ---- steps ------------------------------------------------------------------------------------------------------------------
+
+
+def warm_up(trainer: Trainer, step: int, position: int) -> tuple[float, int]:
+    """One supervised step on `<answer>X</answer>` with a random option X for each prompt; returns the loss and the next position.
+
+    It teaches where an answer goes and which letters there are, and nothing about the videos.
+    """
+    ranks, tokenizer = trainer.ranks, trainer.dataset.tokenizer
+    samples, position = trainer.samples(position, trainer.config.prompts)
+    trainer.schedule.begin_gradients()
+    total, tokens = 0.0, 0
+    for i, sample in enumerate(samples):
+        generator = torch.Generator().manual_seed(hash((trainer.config.seed, step, i)) % 2**63)
+        choices = [option[0] for option in sample.options] or ["1"]
+        letter = choices[int(torch.randint(len(choices), (1,), generator=generator))]
+        target = tokenizer(f"<answer>{letter}</answer>{tokenizer.eos_token}", return_tensors="pt")["input_ids"]
+        tokens += target.numel()
+        if i % (ranks.world // ranks.tp) != ranks.replica:
+            continue
+        prefix = trainer.actor.prefix(sample)
+        loss = -trainer.actor.suffix(prefix, target, 1.0).sum()
+        loss.backward()
+        trainer.actor.prefix_backward(prefix)
+        total += loss.item()
+    trainer.schedule.update(step, 1.0 / tokens)
+    return total * (ranks.world // ranks.tp) / tokens, position
+
+
+def train_step(trainer: Trainer, step: int, position: int) -> tuple[dict, int]:
+    """One GRPO step: returns this step's metrics (the same on every rank) and the next data position."""
+    config, ranks, timeline = trainer.config, trainer.ranks, trainer.timeline
+    start = time.monotonic()
+    wait_before = trainer.loader.wait_s
+    with timeline.span("data"):
+        samples, position = trainer.samples(position, config.prompts)
+    mine = samples[ranks.replica :: ranks.world // ranks.tp]
+    groups = [sched.Group(sample) for sample in mine]
+    requests = [
+        rollout.Request(str(i), group.sample.prompt_ids, group.sample.media, config.rollout.n, _seed(config, step, group.sample))
+        for i, group in enumerate(groups)
+        if i % trainer.plan.q == ranks.tp_rank
+    ]
+    sums: dict[str, float] = {}
+
+    def score(answered: list[sched.Group]) -> None:
+        for group in answered:
+            texts = [trainer.dataset.tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in group.responses]
+            finished = [r.finish_reason == "stop" for r in group.responses]
+            group.rewards = torch.tensor([data.reward(group.sample, t, f) for t, f in zip(texts, finished, strict=True)])
+
+    def prepare(answered: list[sched.Group]) -> float:
+        for group in answered:
+            group.advantages = advantages(group.rewards, config.algo.normalize_std)
+            if config.algo.mask_truncated:
+                group.mask[[i for i, r in enumerate(group.responses) if r.finish_reason == "length"]] = False
+        return denominator(answered, config.algo)
+
+    def loss(new: torch.Tensor, group: sched.Group) -> torch.Tensor:
+        # One update per rollout: the weights that sampled are the weights being trained.
+        arguments = new, new.detach(), group.rollout_logprobs, group.ref_logprobs, group.advantages, group.mask
+        value, parts = policy_loss(*arguments, config.algo)
+        for name, part in parts.items():
+            sums[name] = max(sums.get(name, 0.0), part.item()) if name == "gap_max" else sums.get(name, 0.0) + part.item()
+        return value
+
+    info = trainer.schedule.iterate(groups, requests, score, prepare, loss, step)
+    metrics = _metrics(trainer, groups, sums, info, time.monotonic() - start)
+    metrics["data_wait_s"] = trainer.loader.wait_s - wait_before
+    return metrics, position
+
+
+def _seed(config: Config, step: int, sample: data.Sample) -> int:
+    """Of one prompt's responses: the same in every schedule and after a resume."""
+    return hash((config.seed, step, sample.index)) % 2**31
+
+
+def _metrics(trainer: Trainer, groups: list[sched.Group], sums: dict[str, float], info: optim.StepInfo, step_s: float) -> dict:
+    """What README's table explains, from sums over all replicas. Collective over all ranks."""
+    responses = [r for group in groups for r in group.responses]
+    stats = trainer.schedule.rollout
+    mine = dict(
+        sums=sums,
+        rewards=[(group.sample.source, reward) for group in groups for reward in group.rewards.tolist()],
+        flat=sum(not group.advantages.any() for group in groups),
+        lengths=[len(r.token_ids) for r in responses],
+        truncated=sum(r.finish_reason == "length" for r in responses),
+        nll=-sum(sum(r.logprobs) for r in responses),
+        prompt_tokens=sum(len(group.sample.input_ids) for group in groups),
+        generate_s=(max(w.end_ns for w in stats.timeline) - min(w.start_ns for w in stats.timeline)) / 1e9 if stats else 0.0,
+    )
+    everyone: list = [None] * trainer.ranks.world
+    dist.all_gather_object(everyone, mine)
+    replicas = everyone[:: trainer.ranks.tp]
+    total = {name: sum(r["sums"].get(name, 0.0) for r in replicas) for name in ("loss", "kl", "gap", "clipped", "tokens")}
+    tokens = max(1.0, total["tokens"])
+    rewards = [reward for r in replicas for _, reward in r["rewards"]]
+    lengths = [length for r in replicas for length in r["lengths"]]
+    scale = tokens if trainer.config.algo.aggregate == "token" else max(1, sum(length > 0 for length in lengths))
+    sources = sorted({source for r in replicas for source, _ in r["rewards"]})
+    by_source = {s: [reward for r in replicas for source, reward in r["rewards"] if source == s] for s in sources}
+    return {
+        "reward_mean": sum(rewards) / len(rewards),
+        **({f"reward/{s}": sum(v) / len(v) for s, v in by_source.items()} if len(sources) > 1 else {}),
+        "loss": total["loss"] / scale,
+        "kl": total["kl"] / tokens,
+        "clip_fraction": total["clipped"] / tokens,
+        "logprob_diff_mean": total["gap"] / tokens,
+        "logprob_diff_max": max(r["sums"].get("gap_max", 0.0) for r in replicas),
+        "entropy": sum(r["nll"] for r in replicas) / max(1, sum(lengths)),
+        "equal_reward_groups": sum(r["flat"] for r in replicas) / trainer.config.prompts,
+        "response_tokens_mean": sum(lengths) / len(lengths),
+        "truncated_fraction": sum(r["truncated"] for r in replicas) / len(lengths),
+        "prompt_tokens_mean": sum(r["prompt_tokens"] for r in replicas) / trainer.config.prompts,
+        "grad_norm": info.grad_norm,
+        "lr": info.lr,
+        "skipped": info.skipped,
+        "bad_samples": trainer.loader.bad,
+        "generate_s": (generate_s := max(r["generate_s"] for r in everyone)),
+        "tok_s_generate": sum(lengths) / max(generate_s, 1e-9),
+        "step_s": step_s,
+        "tokens": sum(lengths) + sum(r["prompt_tokens"] for r in replicas),
+    }
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(trainer: Trainer, step: int, position: int) -> None:
+    """Write what the next step starts from; it appears under its name only when every rank's part is there. Collective."""
+    ranks = trainer.ranks
+    final = trainer.run_dir / f"checkpoint-{step:06d}"
+    partial = final.with_suffix(".partial")
+    if ranks.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    if ranks.replica == 0:  # replicas hold the same state
+        state = dict(optimizer=trainer.optimizer.state_dict(), position=position, seen=trainer.loader.seen, bad=trainer.loader.bad)
+        torch.save(state, partial / f"rank{ranks.tp_rank}.pt")
+    dist.barrier()
+    if ranks.rank == 0:
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for old in sorted(trainer.run_dir.glob("checkpoint-??????"))[:-2]:
+            shutil.rmtree(old)
+
+
+def load_checkpoint(trainer: Trainer) -> tuple[int, int]:
+    """Restore the last complete checkpoint; returns the next step and data position. Raises ValueError if there is none."""
+    found = sorted(trainer.run_dir.glob("checkpoint-??????"))
+    if not found:
+        raise ValueError(f"--resume: {trainer.run_dir} has no checkpoint; start without --resume in a new --run-dir")
+    state = torch.load(found[-1] / f"rank{trainer.ranks.tp_rank}.pt", weights_only=True)
+    trainer.arena.acquire("workspace")
+    trainer.optimizer.load_state_dict(state["optimizer"])
+    trainer.arena.release("workspace")
+    trainer.snapshot.publish()
+    trainer.loader.seen, trainer.loader.bad = state["seen"], state["bad"]
+    return int(found[-1].name.removeprefix("checkpoint-")), state["position"]
+
+
+# ---- logging ----------------------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """Rank 0's output: the step line, metrics.jsonl, trace.json and, if asked, Weights & Biases."""
+
+    def __init__(self, config: Config, run_dir: Path, rank: int):
+        self.config, self.rank, self.begin = config, rank, time.monotonic()
+        if rank:
+            return
+        self._metrics = (run_dir / "metrics.jsonl").open("a")
+        self._trace = sched.TraceFile(run_dir / "trace.json")
+        self._wandb = None
+        if config.wandb != "off":
+            import wandb
+
+            self._wandb = wandb.init(project="rollplex", mode=config.wandb, dir=run_dir, config=asdict(config))
+
+    def step(self, step: int, metrics: dict, timeline: sched.Timeline) -> None:
+        """Collective over all ranks: gathers their trace events. Seconds per phase are rank 0's and add up to step_s."""
+        events, seconds = timeline.take()
+        gathered: list = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, events)
+        if self.rank:
+            return
+        for event in (event for rank_events in gathered for event in rank_events):
+            event["args"] = {"step": step} | event["args"]
+            self._trace.write([event])
+        seconds["other"] = metrics["step_s"] - sum(seconds.values())
+        metrics |= {f"phase/{name}": value for name, value in seconds.items()}
+        busy = sum(v for name, v in seconds.items() if name in ("reference prefix", "actor prefix", "reference", "actor"))
+        metrics["tok_s_train"] = metrics["tokens"] / max(busy, 1e-9)
+        metrics["elapsed_s"] = time.monotonic() - self.begin
+        record = {"step": step} | metrics
+        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.flush()
+        if self._wandb is not None:
+            self._wandb.log(record, step=step)
+        print(self._line(step, metrics, seconds), flush=True)
+
+    def _line(self, step: int, m: dict, seconds: dict[str, float]) -> str:
+        eta_s = (self.config.steps - step - 1) * m["step_s"]
+        phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005 or name == "other")
+        mfu = "n/a" if memory.peak_flops() is None else f"{m['mfu']:.1%}"
+        return (
+            f"step {step + 1}/{self.config.steps}  reward {m['reward_mean']:.3f}  loss {m['loss']:+.4f}  kl {m['kl']:.4f}  "
+            f"clip {m['clip_fraction']:.3f}  |Δlogp| {m['logprob_diff_mean']:.1e} (max {m['logprob_diff_max']:.1e})  "
+            f"grad {m['grad_norm']:.2f}{' SKIPPED' if m['skipped'] else ''}  len {m['response_tokens_mean']:.1f}  "
+            f"gen {m['tok_s_generate']:.0f} tok/s  train {m['tok_s_train']:.0f} tok/s  MFU {mfu}  "
+            f"{m['step_s']:.2f} s = {phases}  eta {eta_s / 60:.0f} min"
+        )
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self.rank == 0 and self._wandb is not None:
+            self._wandb.finish()
+
+
+def facts(trainer: Trainer) -> str:
+    """Derived figures, once per run: what a step costs and what a rank holds."""
+    config, plan, gib = trainer.config, trainer.plan, 2**30
+    parameters = weights.coverage(weights.table(trainer.actor.config, config.qkv))
+    total = sum(parameters.values())
+    share = " / ".join(f"{100 * count / total:.1f}" for count in parameters.values())
+    prompts, answers = config.data.max_prompt_tokens * config.prompts, config.rollout.max_new_tokens * config.prompts * config.rollout.n
+    reference = trainer.arena.nbytes("reference") if config.algo.kl_coef else 0
+    case3 = weights.fused_nbytes(plan) if config.qkv == "fused" else 0
+    rows = (
+        ("weights, shared with the engine", plan.nbytes, f"rollout TP {plan.rollout_tp} shard, cases 1/2/3: {share} % of parameters"),
+        ("weights, the trainer's own QKV", case3, "Case 3, permuted into the snapshot after each update"),
+        ("reference weights", reference, "host; on the device only around their two windows"),
+        ("gradients", 4 * trainer.numel, "FP32, Phases 2 and 3"),
+        ("optimizer state", 12 * trainer.numel, "host: FP32 master and two moments"),
+        ("optimizer workspace", optim.workspace_bytes(config.optimizer), "Phase 3, whatever the model's size"),
+        ("KV cache of the engine", config.rollout.kv_cache_gib * gib, "Phase 1"),
+    )
+    lines = [
+        f"{config.model}: {total / 1e6:.2f} M parameters, {config.dtype}; {trainer.ranks.world} ranks, train TP {trainer.ranks.tp}, "
+        f"rollout TP {config.rollout_tp}, {trainer.ranks.world // config.rollout_tp} engines",
+        f"a step: {config.prompts} prompts x {config.rollout.n} responses, at most {prompts} prompt and {answers} response tokens",
+        "bytes per rank:",
+    ]
+    return "\n".join(lines + [f"  {name:32s} {nbytes / 2**20:10.2f} MiB  {text}" for name, nbytes, text in rows])
+
+
+# ---- ends -------------------------------------------------------------------------------------------------------------------
+
+
+class Ends:
+    """However a rank ends, its engine ends with it, and one rank says why.
+
+    A signal handler in Python runs only between bytecodes, so a rank that hangs in a collective would not notice SIGTERM. The
+    signal's C half still writes to a pipe; a thread reads it and ends the process. The same thread watches the engine.
+    """
+
+    def __init__(self, rank: int):
+        self.rank, self.trainer, self.timeline, self.run_dir, self.step = rank, None, None, None, None
+        self._read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        import select
+
+        while True:
+            if select.select([self._read], [], [], 0.5)[0]:
+                number = signal.Signals(os.read(self._read, 1)[0])
+                self.fail("interrupted" if number == signal.SIGINT else f"stopped by {number.name}", 128 + number)
+            engine = self.trainer and self.trainer.engine
+            if engine and engine._died is not None:
+                self.fail(str(engine._died), 1)
+
+    def fail(self, reason: str, status: int) -> None:
+        """Say why, unless another rank did; stop the engine; end the process. Safe from any thread."""
+        where = f"rank {self.rank}" + (f", step {self.step + 1}" if self.step is not None else "")
+        where += f", {self.timeline.phase}" if self.timeline else ""
+        if self._first(f"{where}: {reason}"):
+            print(f"\nrollplex stopped: {where}: {reason}", file=sys.stderr, flush=True)
+            if self.run_dir is not None and any(self.run_dir.glob("checkpoint-??????")):
+                print(f"continue with --run-dir {self.run_dir} --resume", file=sys.stderr, flush=True)
+        try:
+            if self.trainer is not None:
+                self.trainer.close()
+        finally:
+            os._exit(status)
+
+    def _first(self, reason: str) -> bool:
+        """Whether this rank is the first to report: the others fail only because it did."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            return store.compare_set("rollplex/failure", "", reason).decode() == reason
+        except Exception:  # no store: nothing is distributed yet, and every rank sees the same error
+            return self.rank == 0
+
+
+# ---- the loop ---------------------------------------------------------------------------------------------------------------
+
+
+def prepare_run(config: Config, ranks: Ranks) -> tuple[Path, Path]:
+    """Agree on the run directory and the model directory; rank 0 makes them. Collective."""
+    chosen: list = [config.run_dir or f"runs/{Path(config.model).name}-{config.overlap}-{time.strftime('%m%d-%H%M%S')}"]
+    dist.broadcast_object_list(chosen)
+    run_dir = Path(chosen[0])
+    if ranks.rank == 0:
+        if (run_dir / "metrics.jsonl").exists() and not config.resume:
+            raise ValueError(f"--run-dir {run_dir}: has a run already; add --resume to continue it, or choose another")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.json").write_text(json.dumps(asdict(config), indent=1))
+        if not config.data.path:
+            data.make_synthetic(run_dir.parent / "data", config.data)
+    dist.barrier()
+    model_dir = models.make_model_dir(config.model, run_dir.parent / "models") if config.named else Path(config.model)
+    return run_dir, model_dir
+
+
+def train(config: Config, ends: Ends) -> None:
+    ranks = join(config)
+    run_dir, model_dir = prepare_run(config, ranks)
+    log = Log(config, run_dir, ranks.rank)
+    log.say(json.dumps(asdict(config)))
+    ends.trainer = trainer = Trainer(config, ranks, run_dir, model_dir)
+    ends.timeline, ends.run_dir = trainer.timeline, run_dir
+    log.say(facts(trainer))
+
+    step, position = 0, 0
+    reference = run_dir / f"reference-rank{ranks.tp_rank}.pt"
+    if config.resume:
+        trainer.freeze_reference(reference)
+        step, position = load_checkpoint(trainer)
+        log.say(f"resumed at step {step}")
+    else:
+        for i in range(config.warmup_steps):
+            loss, position = warm_up(trainer, i, position)
+            if i % 10 == 9 or i == config.warmup_steps - 1:
+                log.say(f"warm-up {i + 1}/{config.warmup_steps}  supervised loss {loss:.4f} nats a token")
+        trainer.freeze_reference()
+        if config.algo.kl_coef and config.warmup_steps and ranks.replica == 0:
+            torch.save(trainer.reference_host, reference)
+    log.say(f"engines: waiting until they are ready (log: {run_dir}/engine*.log)")
+    if trainer.engine is not None:
+        ready = trainer.engine.ready()
+        trainer.engine.publish(0)
+        log.say(f"engine 0 ready after {ready['start_s']:.0f} s, all {ready['parameters']} parameters inside the arena")
+    dist.barrier()
+    trainer.timeline.take()
+
+    for step in range(step, config.steps):
+        ends.step = step
+        metrics, position = train_step(trainer, step, position)
+        log.step(step, metrics, trainer.timeline)
+        if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0:
+            save_checkpoint(trainer, step + 1, position)
+
+    if config.export:
+        weights.export_hf(trainer.snapshot, model_dir, run_dir / "model", ranks.tp_group)
+        log.say(f"model: {run_dir}/model   metrics: {run_dir}/metrics.jsonl   trace: {run_dir}/trace.json (ui.perfetto.dev)")
+        log.say(f"curves: python bench.py curves {run_dir}")
+    log.close()
+    trainer.close()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        config = parse(sys.argv[1:])
+        if "RANK" not in os.environ:
+            raise ValueError("train.py runs under torchrun: torchrun --nproc-per-node 2 train.py")
+        config.validate(world)
+        check_model(config, models.load_config(config.model), world)
+    except ValueError as error:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    ends = Ends(rank)
+    try:
+        train(config, ends)
+    except ValueError as error:
+        ends.fail(str(error), 2)
+    except BaseException as error:
+        detail = "" if isinstance(error, rollout.EngineDied) else "\n" + traceback.format_exc()
+        ends.fail(f"{type(error).__name__}: {error}{detail}", 1)
+
+
+if __name__ == "__main__":
+    main()
