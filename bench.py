@@ -12,8 +12,8 @@ Run:
     CPU and GPU alike:  python bench.py curves runs/tiny-s0 runs/tiny-s1 runs/tiny-s2
                         python bench.py trace runs/tiny-s0 --step 7
 Left out on purpose: reading wandb, interactive plots (trace.json opens in ui.perfetto.dev).
-To add a figure, add a dataclass with its fields, a function that computes the numbers, one that draws them, and name the
-dataclass in `main`.
+To add a figure, add a dataclass with its fields, a function that computes the numbers and one that draws them, and name
+the dataclass in `main`.
 """
 
 import json
@@ -31,6 +31,7 @@ matplotlib.use("Agg")  # before pyplot: no display is needed
 
 import matplotlib.pyplot as plt  # noqa: E402
 import tyro  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 _SEED = re.compile(r"[-_.]?s(eed)?[-_=]?\d+$")
 _NEEDED = ("step", "reward_mean", "step_s")
@@ -80,7 +81,7 @@ class Trace:
     """PNG to write. Default: trace-step<N>.png in the run directory."""
 
 
-# ---- curves: numbers ---------------------------------------------------------------------------------------------------
+# ---- curves: numbers ---------------------------------------------------------------------------------------
 
 
 def read_metrics(run: Path) -> list[Record]:
@@ -105,9 +106,7 @@ def read_metrics(run: Path) -> list[Record]:
             raise ValueError(f"{path} line {number} lacks {', '.join(missing)}: was it written by train.py?")
         records[record["step"]] = record
     if not records:
-        raise ValueError(
-            f"{path} has no step yet: wait for the first one, or see the logs beside it if the run has ended"
-        )
+        raise ValueError(f"{path} has no step yet: wait for the first, or see the logs beside it if the run has ended")
     return [records[step] for step in sorted(records)]
 
 
@@ -121,7 +120,7 @@ def group_runs(runs: Iterable[Path]) -> Groups:
 
 
 def common_steps(seeds: list[list[Record]]) -> list[int]:
-    """Steps that every seed has reached."""
+    """Steps that all seeds have."""
     steps = set.intersection(*({record["step"] for record in records} for records in seeds))
     if not steps:
         raise ValueError("these seeds have no step in common: draw them one by one, or wait until all have begun")
@@ -166,7 +165,7 @@ def fold_small(phases: dict[str, list[float]], share: float = 0.02) -> dict[str,
 
 
 def summary(seeds: list[list[Record]]) -> dict[str, str]:
-    """One row of the table. Times and rates are medians without each seed's first step, which also pays for start-up."""
+    """One row of the table. Times and rates are medians without each seed's first step, which also warms up."""
     steps, mean, _, _ = reward_curve(seeds)
     tenth = max(1, len(steps) // 10)
     warm = [record for records in seeds for record in (records[1:] or records)]
@@ -187,7 +186,7 @@ def summary(seeds: list[list[Record]]) -> dict[str, str]:
     }
 
 
-# ---- curves: pictures --------------------------------------------------------------------------------------------------
+# ---- curves: pictures --------------------------------------------------------------------------------------
 
 
 def draw_reward(groups: Groups, path: Path, smooth: int) -> None:
@@ -203,6 +202,7 @@ def draw_reward(groups: Groups, path: Path, smooth: int) -> None:
     for chance in chances:
         axes.axhline(chance, color="black", linestyle="--", linewidth=1, label=f"chance {chance:.3g}")
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("mean reward" + (f", average of {smooth} steps" if smooth > 1 else ""))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside upper left", fontsize="medium")
@@ -225,11 +225,11 @@ def draw_step_time(groups: Groups, path: Path) -> None:
         top = max(top, *(totals[1:] or totals))
         base = [0.0] * len(steps)
         for phase, values in phases.items():
-            ends = [b + v for b, v in zip(base, values, strict=True)]
-            areas[phase] = axes.fill_between(steps, base, ends, color=colors[phase], step="mid", linewidth=0)
-            base = ends
+            areas[phase] = axes.bar(steps, values, 1.0, base, color=colors[phase], linewidth=0)
+            base = [b + v for b, v in zip(base, values, strict=True)]
         axes.set_title(name if len(totals) < 2 else f"{name}\nfirst step {totals[0]:.1f} s")
         axes.set(xlabel="step", xlim=(steps[0] - 0.5, steps[-1] + 0.5))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
     panels[0][0].set(ylabel="seconds a step, by phase of rank 0", ylim=(0, 1.15 * top))
     order = list(areas)[::-1]  # as they lie on each other
@@ -238,7 +238,7 @@ def draw_step_time(groups: Groups, path: Path) -> None:
     plt.close(figure)
 
 
-# ---- trace -------------------------------------------------------------------------------------------------------------
+# ---- trace -------------------------------------------------------------------------------------------------
 
 
 def read_trace(run: Path, step: int | None = None) -> tuple[int, list[dict]]:
@@ -260,9 +260,7 @@ def read_trace(run: Path, step: int | None = None) -> tuple[int, list[dict]]:
         if event.get("ph") == "X" and "step" in event.get("args", {}):
             by_step.setdefault(event["args"]["step"], []).append(event)
     if not by_step:
-        raise ValueError(
-            f"{path} has no step yet: wait for the first one, or see the logs beside it if the run has ended"
-        )
+        raise ValueError(f"{path} has no step yet: wait for the first, or see the logs beside it if the run has ended")
     step = max(by_step) if step is None else step
     if step not in by_step:
         raise ValueError(f"{path} has no step {step}: --step takes {min(by_step)} to {max(by_step)}")
@@ -270,7 +268,7 @@ def read_trace(run: Path, step: int | None = None) -> tuple[int, list[dict]]:
 
 
 def lanes(events: list[dict]) -> dict[tuple, list[list[dict]]]:
-    """Events by (pid, tid), engines above their trainer; in a lane, rows in which nothing overlaps (nested ones go below)."""
+    """Events by (pid, tid), engines above their trainer; a lane is rows without overlaps, nested events below."""
     out: dict[tuple, list[list[dict]]] = {key: [] for key in sorted({(e["pid"], e["tid"]) for e in events})}
     for event in events:  # sorted by start, the longer first
         rows = out[event["pid"], event["tid"]]
@@ -284,7 +282,7 @@ def lanes(events: list[dict]) -> dict[tuple, list[list[dict]]]:
 
 
 def overlap_table(events: list[dict]) -> dict[tuple[int, str], tuple[float, float, float]]:
-    """(rank, phase) -> seconds of the phase; how many of them its engine worked; how many of them it did nothing but decode.
+    """(rank, phase) -> seconds of the phase, of which its engine worked, of which the engine did nothing but decode.
 
     An engine step that also carries prompt tokens is a prefill. A rank is compared with the engine it started, and a
     rank that started none with all engines.
@@ -334,7 +332,7 @@ def draw_trace(step: int, events: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
-# ---- helpers and commands ----------------------------------------------------------------------------------------------
+# ---- helpers and commands ----------------------------------------------------------------------------------
 
 
 def _file_of(run: Path, name: str) -> Path:
@@ -396,8 +394,8 @@ def curves(args: Curves) -> None:
     _print_table([["run", *next(iter(rows.values()))], *([name, *row.values()] for name, row in rows.items())])
     for name, seeds in groups.items():
         means = {phase: statistics.fmean(values[1:] or values) for phase, values in phase_seconds(seeds)[1].items()}
-        shown = "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in means.items() if seconds >= 0.005)
-        print(f"\n{name}, mean seconds a step (without the first): {shown}")
+        shown = "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in means.items() if abs(seconds) >= 0.005)
+        print(f"\n{name}, mean seconds a step (from the second on, if there is one): {shown}")
     draw_reward(groups, out / "reward.png", args.smooth)
     draw_step_time(groups, out / "step_time.png")
     print(f"\nwrote {out / 'reward.png'} and {out / 'step_time.png'}")

@@ -20,8 +20,8 @@ the tensor-parallel group; if any rank saw NaN or Inf, every rank skips the step
 
 Rounding. The update is the sequence of operations of torch.optim.AdamW (torch 2.11, `_single_tensor_adam`), all of them
 elementwise, so where the cuts fall cannot change a bit. tests/test_optimizer.py verifies on a CPU that master weights,
-moments and FP32 destinations are bit-identical to torch.optim.AdamW(foreach=False) for every chunk size, with weight
-decay and with gradients multiplied by the same grad_scale * clip_coef. That factor is the only deviation: ours comes
+moments and FP32 destinations are bit-identical to torch.optim.AdamW(foreach=False), in chunks of 96 elements as in one,
+with weight decay, and with gradients times the same grad_scale * clip_coef. Only that factor deviates: ours comes
 from an FP64 norm and is applied in one multiplication, clip_grad_norm_'s from FP32 (about 1e-7 relative apart).
 
 Run:

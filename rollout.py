@@ -54,7 +54,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,7 +82,7 @@ class RolloutConfig:
     max_new_tokens: int = 48
     """Most tokens of a response, the end token included; a longer one is cut and has finish_reason "length"."""
     temperature: float = 1.0
-    """Sampling temperature; 0 is greedy. Training log-probabilities are divided by the same value."""
+    """Sampling temperature, 0 (greedy) to 2 (vLLM's limit). Training log-probabilities are divided by the same value."""
     top_p: float = 1.0
     """Keep the smallest set of ids with this probability, in (0, 1]; 1 keeps all. Below 1, log-probabilities are renormalised."""
     top_k: int = 0
@@ -107,7 +107,7 @@ class RolloutConfig:
             self._require(getattr(self, name) >= 1, name, "at least 1")
         for name in ("kv_cache_gib", "start_timeout_s", "silence_timeout_s"):
             self._require(getattr(self, name) > 0, name, "above 0")
-        self._require(self.temperature >= 0, "temperature", "0 (greedy) or above")
+        self._require(0 <= self.temperature <= 2, "temperature", "0 (greedy) to 2")
         self._require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         self._require(self.top_k >= 0, "top_k", "0 (off) or above")
         self._require(self.block_tokens >= 32 and self.block_tokens % 32 == 0, "block_tokens", "a positive multiple of 32")
@@ -138,6 +138,7 @@ class Request:
     media: Sequence[Any]  # data.Media, in the order of their placeholders
     n: int
     seed: int  # with a response's index, determines its random stream
+    temperature: float | None = None  # in place of RolloutConfig's, 0 (greedy) for an evaluation say
 
 
 @dataclass
@@ -246,8 +247,8 @@ class EngineClient:
     def generate(self, requests: Sequence[Request]) -> None:
         """Start generating and return at once; responses arrive through poll() and wait(). Ids must be new since the last wait()."""
         ids = [request.id for request in requests]
-        if len(set(ids)) < len(ids) or not self._order.keys().isdisjoint(ids):
-            raise ValueError(f"generate(): request ids must differ from each other and from those not yet waited for, got {ids}")
+        if twice := sorted({i for i in ids if ids.count(i) > 1 or i in self._order}):
+            raise ValueError(f"generate(): ids must differ from each other and from those not yet waited for: {twice}")
         self._order |= {name: len(self._order) + i for i, name in enumerate(ids)}
         self._calls += 1
         with self._changed:
@@ -454,7 +455,7 @@ class EngineClient:
 def _plain(request: Request) -> Request:
     """The request with its media as plain (kind, frames, fps), so that the engine need not import what defined them."""
     media = [(medium.kind, np.ascontiguousarray(medium.frames), float(medium.fps)) for medium in request.media]
-    return Request(request.id, list(request.prompt_ids), media, request.n, request.seed)
+    return replace(request, prompt_ids=list(request.prompt_ids), media=media)
 
 
 def _cores(engine: int, config: RolloutConfig) -> list[list[int]]:
@@ -552,7 +553,6 @@ class Engine:
         imported = time.monotonic()
         self.llm = LLMEngine.from_engine_args(EngineArgs(**_engine_args(self.setup)))
         self.scheduler = self.llm.engine_core.engine_core.scheduler
-        self.sampling = _sampling_params(self.setup)
         workers = self._on_report()
         if outside := [name for worker in workers for name in worker["outside"]]:
             raise RuntimeError(f"{len(outside)} engine parameters lie outside the shared snapshot: {outside[:5]}")
@@ -631,8 +631,10 @@ class Engine:
         self.version = version
 
     def _drop_prefix_cache(self) -> None:
-        if self._busy():
+        if self.children or self.pending:
             raise _Refused(f"{len(self.children) + len(self.pending)} requests are running; wait() or abort() first")
+        while self.scheduler.has_requests():  # the step after a finished one, in which the workers forget its requests
+            self._step()
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM holds KV blocks although no request runs")
 
@@ -678,11 +680,17 @@ class Engine:
         """vLLM's own form of a request: placeholders expanded, pixels normalised and cut into patches."""
         if self.kv_released:
             raise _Refused("the KV cache is released; call restore_kv() first")
+        config = self.llm.model_config.hf_config
+        kinds = {config.image_token_id: "image", config.video_token_id: "video"}
+        placed, given = [kinds[i] for i in request.prompt_ids if i in kinds], [kind for kind, _, _ in request.media]
+        if placed != given:
+            raise _Refused(f"the prompt has placeholders for {placed or 'no media'}, the request has {given or 'none'}")
         try:
             (prompt,) = self.llm.renderer.render_cmpl([_prompt(request)])
             tasks = self.llm.get_supported_tasks()
-            ready = self.llm.input_processor.process_inputs(request.id, prompt, self.sampling, tasks)
-        except (ValueError, RuntimeError) as error:  # too long for the model, placeholders and media that do not match, …
+            sampling = _sampling_params(self.setup, request)
+            ready = self.llm.input_processor.process_inputs(request.id, prompt, sampling, tasks)
+        except ValueError as error:  # longer than the model's limit, a medium larger than max_num_batched_tokens, …
             raise _Refused(error) from error
         if (p := len(ready.prompt_token_ids)) > self.setup.max_prompt_tokens:
             raise _Refused(f"the prompt has {p} tokens with its media, max_prompt_tokens is {self.setup.max_prompt_tokens}")
@@ -763,16 +771,17 @@ def _engine_args(setup: _Setup) -> dict[str, Any]:
     )
 
 
-def _sampling_params(setup: _Setup):
+def _sampling_params(setup: _Setup, request: Request):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     config = setup.config
     return SamplingParams(
         max_tokens=config.max_new_tokens,
-        temperature=config.temperature,
+        temperature=config.temperature if request.temperature is None else request.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
+        seed=_seed(request.seed, 0),
         logprobs=0,  # of the sampled token alone
         logit_bias={i: FORBIDDEN_BIAS for i in setup.forbidden_ids} or None,
         detokenize=False,

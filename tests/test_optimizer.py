@@ -323,7 +323,7 @@ def test_update_allocates_nothing_that_grows_with_the_model():
         optimizer, grad, _ = build(config, shapes=[(numel,)])
         grad.copy_(gradient(0, numel))
         activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
             optimizer.step(0)
         sizes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
         assert sizes, "the profiler recorded no allocation at all"
