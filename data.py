@@ -1,58 +1,67 @@
 """Data: from a row of a dataset on disk to a decoded, tokenised prompt.
 
-    rows (JSON) ──┐                       ┌ prompt_ids   one placeholder a clip   → engine
-    .mp4 / .png ──┼→ decode → resize ──→ Sample input_ids  placeholders expanded  → trainer
-    model's       │  (worker processes)   └ media        the very same uint8 frames for both
-    chat template ┘
+    JSON ─► formats.py ─► rows ─┐                             ┌ prompt_ids  one placeholder a medium ─► engine
+    .mp4, .png ─► decode.py ────┼─► Sample (or BadSample) ────┼ media       the same uint8 frames ────► engine, trainer
+    model's chat template ──────┘   skipped, counted, logged  └ input_ids   placeholders repeated ────► trainer
 
-Sampling follows Qwen2.5-VL: `fps` frames a second, an even count, at most `max_frames`; sizes are multiples of 28 within
-pixel budgets. Frames are resized here, once, to a size that transformers' and vLLM's processors leave as it is, so the
-trainer and the engine see the same pixels and count the same visual tokens.
+Sampling and sizes follow Qwen2.5-VL (see decode.py). Trainer and engine see the same pixels and count the same visual
+tokens. A sample that cannot be used (unreadable file, over-long prompt) is skipped, counted and logged, never cut. `Loader`
+walks an order that is a pure function of the position, so a resumed run continues exactly, and decodes ahead in worker
+processes.
 
-A sample that cannot be used (unreadable file, over-long prompt) raises BadSample: it is skipped, counted and logged, never
-cut. `Loader` walks a shuffled order that is a pure function of the position, so a resumed run continues exactly, and it
-decodes ahead in worker processes.
+Run:  python data.py                                    the built-in task: statistics page, a sample, the decode rate
+      python data.py --path FILE --model DIR --answer '<answer>A</answer>'      the same of your dataset, and a reward
+      python data.py --path FILE --model DIR --check    scan every sample with all cores, list those that cannot be used
 
-Run:  python data.py                            a sample of the built-in task, its prompt, rewards and decode rate
-      python data.py --model DIR --data.path FILE
-
-Left out on purpose: audio, subtitles, multi-turn conversations.
-To add a dataset format, edit `read_rows`; a prompt, `instruction_for`; a reward, reward.py.
+Left out on purpose: audio, subtitles, conversations of several turns (each question is its own row).
+To change the prompt, edit `instruction_for`; to add a dataset format, formats.py; a reward, reward.py.
 
 Shapes: T frames, H height, W width (pixels), P prompt tokens.
 """
 
+import collections
 import dataclasses
 import hashlib
 import json
 import math
 import os
-import shutil
+import re
+import sys
 import time
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-import av
 import numpy as np
 import torch
+from PIL import Image
 from rich.console import Console
-from rich.progress import track
 from transformers import AutoProcessor
 
-from decode import FACTOR, TEMPORAL, BadSample, Clip, Limits, WorkerDied, Workers, decode
+from decode import FACTOR, TEMPORAL, BadSample, Limits, WorkerDied, Workers, decode
+from formats import KINDS, Row, make_synthetic, progress, read_rows
 from reward import reward
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-KINDS = ("color", "direction", "shape", "count")
 
 
 @dataclass(frozen=True)
 class DataConfig:
     path: str = ""
-    """Dataset file, a JSON in Video-R1's row format; media paths are relative to its folder. Empty: the built-in task of
-    moving coloured shapes."""
+    """Dataset file (JSON or JSON lines), or several separated by commas. Empty: the built-in task of moving coloured
+    shapes."""
+    format: Literal["auto", "video-r1", "clevrer", "perception-test", "llava-video", "star", "text"] = "auto"
+    """How the files are laid out; auto recognises each from its fields. text: questions without media (MATH, GSM8K)."""
+    media_root: str = ""
+    """Folder of the images and videos, searched below when names in the file do not fit. Empty: the dataset file's own."""
+    weights: tuple[float, ...] = ()
+    """With several files, the share of samples that each gives, in their order, scaled to 1. Empty: by their sizes."""
+    eval_path: str = ""
+    """Dataset file (or several) to evaluate on, same formats."""
+    eval_fraction: float = 0.0
+    """Without eval_path: share of the rows kept for evaluation, all questions on one clip on the same side; 0 to 0.9."""
     fps: float = 4.0
     """Frames sampled per second of video (Qwen2.5-VL's own default is 2). The rate really reached, after the limits
     below, goes into the positions."""
@@ -75,10 +84,12 @@ class DataConfig:
     """Decoder processes of each trainer rank; 0 decodes in the trainer itself."""
     decode_timeout_s: float = 60.0
     """Seconds after which a file that is still being decoded counts as bad (its worker is ended). Unused with 0 workers."""
+    cache_gib: float = 0.0
+    """Keep decoded clips on disk up to this size in GiB (shared by all ranks of a host; least recently used go first). 0: off."""
     max_bad_fraction: float = 0.2
     """The run stops when more than this share of the samples met so far (at least 20) could not be used; 0 to 1."""
     seed: int = 0
-    """Seed of the order of the samples and of the built-in task."""
+    """Seed of the order of the samples, of the split for evaluation and of the built-in task."""
     synthetic_clips: int = 512
     """Built-in task: number of clips, one question each."""
     synthetic_kinds: tuple[Literal["color", "direction", "shape", "count"], ...] = ("color",)
@@ -100,14 +111,20 @@ class DataConfig:
         _require(self.max_pixels >= FACTOR**2, "max-pixels", self.max_pixels, "28 * 28 is the smallest frame")
         _require(0 <= self.max_bad_fraction <= 1, "max-bad-fraction", self.max_bad_fraction, "give a share from 0 to 1")
         _require(self.workers >= 0, "workers", self.workers, "0 decodes in the trainer itself")
+        _require(self.cache_gib >= 0, "cache-gib", self.cache_gib, "0 keeps nothing")
+        _require(0 <= self.eval_fraction <= 0.9, "eval-fraction", self.eval_fraction, "give a share from 0 to 0.9")
+        both = self.eval_path and self.eval_fraction
+        _require(not both, "eval-fraction", self.eval_fraction, "leave it at 0 with --data.eval-path")
+        files = len(_split_paths(self.path))
+        fits = len(self.weights) in (0, files) and all(w > 0 for w in self.weights)
+        _require(fits, "weights", self.weights, f"give one above 0 for each of the {files} files in --data.path")
         if not self.path:
             side, kinds = self.synthetic_side, self.synthetic_kinds
             _require(self.synthetic_clips >= 1, "synthetic-clips", self.synthetic_clips, "give at least 1")
             _require(self.synthetic_frames >= 1, "synthetic-frames", self.synthetic_frames, "give at least 1")
             _require(side >= FACTOR and side % FACTOR == 0, "synthetic-side", side, "give a multiple of 28")
-            _require(
-                bool(kinds) and set(kinds) <= set(KINDS), "synthetic-kinds", kinds, f"choose from {', '.join(KINDS)}"
-            )
+            known = bool(kinds) and set(kinds) <= set(KINDS)
+            _require(known, "synthetic-kinds", kinds, f"choose from {', '.join(KINDS)}")
 
 
 @dataclass
@@ -138,7 +155,7 @@ class Sample:
     second_per_grid: list[float]  # seconds of one temporal grid step, 2 / fps; 1.0 for an image
     question: str
     solution: str  # the answer, without its tags
-    problem_type: str  # multiple choice | numerical | OCR | free-form | regression | exact
+    problem_type: str  # a key of reward.py's table
     options: list[str]
 
     @property
@@ -148,34 +165,42 @@ class Sample:
         return torch.cat([_patchify(m.frames) for m in self.media]) if self.media else None
 
 
-@dataclass
-class Row:
-    """What every dataset format is read into."""
-
-    source: str
-    media: list[Clip]
-    question: str
-    options: list[str]
-    solution: str
-    problem_type: str
-
-
 class Dataset:
     """Rows of `config.path` (or of the built-in task, written under `root` when it is not there yet).
 
-    len(dataset), dataset[i] -> Sample (raises BadSample), order(position) -> row. `model_dir` gives tokenizer, chat
-    template and the processor's pixel bounds; no weights are read.
+    len(dataset), dataset[i] -> Sample (raises BadSample), order(position) -> row. split "eval" holds what config keeps for
+    evaluation. `model_dir` gives tokenizer, chat template and the processor's pixel bounds; no weights are read.
     """
 
-    def __init__(self, config: DataConfig, model_dir: str | Path, root: str | Path) -> None:
+    def __init__(
+        self, config: DataConfig, model_dir: str | Path, root: str | Path, split: Literal["train", "eval"] = "train"
+    ) -> None:
         config.validate()
         self.config = config
-        self.path = Path(config.path) if config.path else make_synthetic(root, config)
-        self.rows = read_rows(self.path)
+        separate = split == "eval" and config.eval_path
+        if split == "eval" and not separate and not config.eval_fraction:
+            raise ValueError("--data.eval-fraction 0: nothing to evaluate on; set it, or --data.eval-path")
+        self.paths = _split_paths(config.eval_path if separate else config.path) or [make_synthetic(root, config)]
+        self.rows: list[Row] = []
+        self.skipped: Counter[str] = Counter()  # rows of the files that are no samples, by reason
+        self._members: list[list[int]] = []  # rows of each file
+        for path in self.paths:
+            rows, skipped = read_rows(path, config.format, config.media_root, config.max_bad_fraction)
+            if config.eval_fraction:
+                rows = [row for row in rows if _kept_for_eval(row, config) == (split == "eval")]
+            self._members.append(list(range(len(self.rows), len(self.rows) + len(rows))))
+            self.rows += rows
+            self.skipped += skipped
+        if not all(self._members):
+            raise ValueError(
+                f"--data.eval-fraction {config.eval_fraction}: leaves a file without {split} rows; change it"
+            )
+        self.name = ", ".join(map(str, self.paths))
         self.processor = _load_processor(model_dir)
         self.tokenizer = self.processor.tokenizer
         self._placeholder = {"image": self.processor.image_token_id, "video": self.processor.video_token_id}
         self._limits = {kind: self._frame_limits(kind) for kind in ("image", "video")}
+        self._cache = (str(Path(root) / "clips"), int(config.cache_gib * 2**30)) if config.cache_gib else ()
         self._orders: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -185,28 +210,44 @@ class Dataset:
         return self.assemble(index, [decode(*job) for job in self.decode_jobs(index)])
 
     def order(self, position: int) -> int:
-        """The row at a position of the endless shuffled walk; every epoch has its own permutation. Pure."""
+        """The row at a position of the endless shuffled walk. Pure.
+
+        An epoch has as many positions as there are rows. Each file fills its share of them from its own endless sequence
+        of permutations, so without weights every row comes once an epoch.
+        """
         epoch, offset = divmod(position, len(self))
         if epoch not in self._orders:
             self._orders = {e: p for e, p in self._orders.items() if e == epoch - 1}
-            self._orders[epoch] = np.random.default_rng([self.config.seed, epoch]).permutation(len(self))
+            self._orders[epoch] = self._epoch(epoch)
         return int(self._orders[epoch][offset])
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        sizes = [len(members) for members in self._members]
+        shares = np.array(self.config.weights if len(self.config.weights) == len(sizes) else sizes, dtype=float)
+        ends = np.round(np.cumsum(shares) / shares.sum() * len(self)).astype(int)
+        drawn = []
+        for file, (members, quota) in enumerate(zip(self._members, np.diff(ends, prepend=0), strict=True)):
+            draws = np.arange(epoch * quota, (epoch + 1) * quota)  # of this file's sequence
+            for lap in np.unique(draws // len(members)):
+                shuffled = np.random.default_rng([self.config.seed, file, lap]).permutation(members)
+                drawn.append(shuffled[draws[draws // len(members) == lap] % len(members)])
+        return np.random.default_rng([self.config.seed, epoch]).permutation(np.concatenate(drawn))
 
     def decode_jobs(self, index: int) -> list[tuple]:
         """Arguments of `decode` for each medium of a row."""
-        return [(clip, self._limits[clip.kind]) for clip in self.rows[index].media]
+        return [(clip, self._limits[clip.kind], *self._cache) for clip in self.rows[index].media]
 
     def assemble(self, index: int, decoded: list[tuple[np.ndarray, float]]) -> Sample:
         """Tokenise the row's prompt around its decoded media. Visual tokens are counted before anything else is built."""
         row = self.rows[index]
         media = [Media(clip.kind, *found) for clip, found in zip(row.media, decoded, strict=True)]
-        name = row.media[0].path if row.media else f"{self.path}, row {index}"
+        name = row.media[0].path if row.media else f"{self.name}, row {index}"
         prompt_ids = self._tokenize(row, name)
         counts = [math.prod(m.grid) // 4 for m in media]
         length = len(prompt_ids) - len(media) + sum(counts)
         if length > self.config.max_prompt_tokens:
             limit = f"over --data.max-prompt-tokens {self.config.max_prompt_tokens}"
-            raise BadSample(name, f"prompt of {length} tokens ({sum(counts)} visual) is {limit}")
+            raise BadSample(name, f"prompt of {length} tokens ({sum(counts)} visual) {limit}")
         return Sample(
             index=index,
             source=row.source,
@@ -246,14 +287,10 @@ class Dataset:
     def _frame_limits(self, kind: str) -> Limits:
         """The configured limits, narrowed to what the model's processor leaves unchanged (it would resize again)."""
         size = getattr(self.processor, f"{kind}_processor").size
-        low, high = (
-            max(self.config.min_pixels, size["shortest_edge"]),
-            min(self.config.max_pixels, size["longest_edge"]),
-        )
+        low, high = size["shortest_edge"], size["longest_edge"]
+        bounds = f"the model's {kind} processor takes {low} to {high} pixels a frame"
+        low, high = max(self.config.min_pixels, low), min(self.config.max_pixels, high)
         if low > high:
-            bounds = (
-                f"the model's {kind} processor takes {size['shortest_edge']} to {size['longest_edge']} pixels a frame"
-            )
             raise ValueError(f"--data.min-pixels {low} is above --data.max-pixels {high}: {bounds}; widen the range")
         c = self.config
         return Limits(c.fps, c.min_frames, c.max_frames, low, high, c.total_pixels)
@@ -275,7 +312,7 @@ class Loader:
         samples, position = loader.take(have, position, n)
 
     `take` starts the decoding of the next batch, so that it runs beside the step. `wait_s` is the time spent blocked in
-    `fetch` so far; `seen` and `bad` count taken slots (the same on every rank, part of a checkpoint).
+    `fetch` so far; `seen` and `bad` count taken slots (the same on every rank, part of a checkpoint), `reasons` why.
     """
 
     MIN_SEEN = 20  # slots before the bad share is judged
@@ -286,6 +323,7 @@ class Loader:
         self.log = Path(run_dir) / "bad_samples.jsonl" if run_dir else None
         self.pool = Workers(config.workers, config.decode_timeout_s) if config.workers else None
         self.wait_s, self.seen, self.bad = 0.0, 0, 0
+        self.reasons: Counter[str] = Counter()
         self._ahead: dict[int, list[Future]] = {}
 
     def __enter__(self) -> Self:
@@ -328,6 +366,7 @@ class Loader:
                 samples.append(slot)
                 continue
             self.bad += 1
+            self.reasons[_kind_of(slot.reason)] += 1
             self._judge(slot)
         self._ahead = {p: f for p, f in self._ahead.items() if p >= position}
         self._start(list(range(position, position + n))[self.rank :: self.world])
@@ -368,7 +407,7 @@ class Loader:
         if self.seen >= self.MIN_SEEN and self.bad > limit * self.seen:
             where = f"all are listed in {self.log}" if self.log else "python data.py --check lists them"
             raise ValueError(
-                f"{self.bad} of {self.seen} samples of {self.dataset.path} could not be used, over --data.max-bad-fraction "
+                f"{self.bad} of {self.seen} samples of {self.dataset.name} could not be used, over --data.max-bad-fraction "
                 f"{limit}; the last was {last}; {where}"
             )
 
@@ -377,9 +416,12 @@ def instruction_for(problem_type: str, style: str) -> str:
     """The last line of the user turn: where the answer goes and what it is."""
     wanted = {
         "multiple choice": "the letter of the right option",
+        "multiple select": "the letters of all right options with commas between, or none",
         "numerical": "a number",
         "regression": "a number",
         "OCR": "the text as it is written",
+        "exact": "the answer in a word or two",
+        "math": "the final result",
     }.get(problem_type, "the answer as text")
     if style == "short":
         return f"Give {wanted} in <answer></answer>."
@@ -389,35 +431,11 @@ def instruction_for(problem_type: str, style: str) -> str:
     )
 
 
-def read_rows(path: str | Path) -> list[Row]:
-    """Rows of a Video-R1 JSON file: a list of {problem, data_type, problem_type, options, solution, path, data_source}."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(
-            f"--data.path {path}: no such file; give a dataset's JSON file, or nothing for the built-in task"
-        )
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"--data.path {path}: not JSON ({error})") from None
-    if not isinstance(table, list) or not table:
-        raise ValueError(
-            f"--data.path {path}: expected a list of at least one row, got {type(table).__name__} {table!r:.20}"
-        )
-    return [_video_r1_row(row, i, path) for i, row in enumerate(table)]
-
-
-def _video_r1_row(row: dict, i: int, path: Path) -> Row:
-    try:
-        kind, problem_type, options = row["data_type"], row["problem_type"], row.get("options") or []
-        solution = row["solution"].replace("<answer>", "").replace("</answer>", "").strip()
-        media = Clip(kind, str(path.parent / row["path"]))
-        if kind not in ("image", "video"):
-            raise ValueError(f"data_type {kind!r} is neither image nor video")
-        return Row(row.get("data_source") or path.stem, [media], row["problem"], options, solution, problem_type)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        reason = f"no field {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"--data.path {path}: row {i}: {reason}; expected Video-R1's fields") from None
+def _kept_for_eval(row: Row, config: DataConfig) -> bool:
+    """By the clip (or the question), so that nothing seen in training is asked in evaluation."""
+    key = os.path.basename(row.media[0].path) if row.media else row.question
+    digest = hashlib.sha256(f"{config.seed} {key}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < config.eval_fraction * 2**64
 
 
 def _patchify(frames: np.ndarray) -> torch.Tensor:
@@ -430,101 +448,6 @@ def _patchify(frames: np.ndarray) -> torch.Tensor:
     t, h, w = len(x) // TEMPORAL, x.shape[2] // 14, x.shape[3] // 14
     x = x.view(t, TEMPORAL, 3, h // 2, 2, 14, w // 2, 2, 14).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return x.reshape(t * h * w, 3 * TEMPORAL * 14 * 14)
-
-
-# ---------------------------------------------------------------------------------------------- the built-in task
-
-COLORS = {"red": (235, 30, 30), "green": (30, 210, 30), "blue": (40, 60, 245), "yellow": (240, 225, 30)}
-SHAPES = ("circle", "square", "triangle", "cross")
-DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
-QUESTIONS = {
-    "color": ("What color is the shape?", tuple(COLORS)),
-    "direction": ("Which way does it move?", tuple(DIRECTIONS)),
-    "shape": ("What shape is it?", SHAPES),
-    "count": ("How many shapes are there?", ("1", "2", "3", "4")),
-}
-
-
-def make_synthetic(root: str | Path, config: DataConfig) -> Path:
-    """Write the built-in task below `root` unless it is there already; returns its JSON file.
-
-    Appears whole or not at all: written under a temporary name, then renamed. Answers are balanced within each kind.
-    """
-    names = [f.name for f in dataclasses.fields(config) if f.name.startswith("synthetic_")]
-    settings = json.dumps({n: getattr(config, n) for n in ("seed", *names)} | {"version": 1})
-    folder = Path(root) / f"shapes-{hashlib.sha256(settings.encode()).hexdigest()[:10]}"
-    if (folder / "data.json").is_file():
-        return folder / "data.json"
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    kinds = config.synthetic_kinds
-    answers = [i // len(kinds) % 4 for i in range(config.synthetic_clips)]
-    rows = []
-    for i, answer in enumerate(_progress(answers, f"writing the built-in task to {folder}")):
-        kind = kinds[i % len(kinds)]
-        _write_clip(temporary / f"{i:05}.mp4", kind, answer, np.random.default_rng([config.seed, i]), config)
-        question, options = QUESTIONS[kind]
-        rows.append(
-            {
-                "problem_id": i,
-                "problem": question,
-                "data_type": "video",
-                "problem_type": "multiple choice",
-                "options": [f"{letter}. {option}" for letter, option in zip("ABCD", options, strict=True)],
-                "solution": f"<answer>{'ABCD'[answer]}</answer>",
-                "path": f"./{i:05}.mp4",
-                "data_source": f"shapes-{kind}",
-            }
-        )
-    (temporary / "data.json").write_text(json.dumps(rows, indent=1))
-    try:
-        temporary.rename(folder)
-    except OSError:  # another process was faster: its copy is the same
-        if not (folder / "data.json").is_file():
-            raise
-        shutil.rmtree(temporary)
-    return folder / "data.json"
-
-
-def _write_clip(path: Path, kind: str, answer: int, rng: np.random.Generator, config: DataConfig) -> None:
-    """Shapes of about a third of the width drift across a dark ground; whatever is not asked for is random."""
-    side, frames = config.synthetic_side, config.synthetic_frames
-    pick = {k: int(rng.integers(4)) for k in KINDS} | {"count": 0} | {kind: answer}
-    color = list(COLORS.values())[pick["color"]]
-    heading = np.array(list(DIRECTIONS.values())[pick["direction"]], dtype=float)
-    count = pick["count"] + 1
-    radius = side * (0.22 if count == 1 else 0.15)
-    travel = (side / 2 - radius) * (1.0 if count == 1 else 0.25)
-    corners = (
-        np.array([(0, 0)]) if count == 1 else np.array([(-1, -1), (1, -1), (-1, 1), (1, 1)])[rng.permutation(4)[:count]]
-    )
-    centers = side / 2 + corners * side / 4 + (rng.uniform(-0.08, 0.08, 2) * side if count == 1 else 0)
-    ground = rng.integers(0, 50)
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=config.synthetic_fps)
-        stream.width, stream.height, stream.pix_fmt = side, side, "yuv420p"
-        stream.options = {"crf": "8", "threads": "1"}
-        for t in range(frames):
-            image = np.full((side, side, 3), ground, dtype=np.uint8)
-            shift = heading * travel * (2 * t / max(frames - 1, 1) - 1)
-            for center in centers:
-                image[_mask(SHAPES[pick["shape"]], center + shift, radius, side)] = color
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
-        container.mux(stream.encode())
-
-
-def _mask(shape: str, center: np.ndarray, radius: float, side: int) -> np.ndarray:
-    """[side, side] bool: the pixels that the shape covers."""
-    y, x = np.mgrid[0:side, 0:side] + 0.5
-    x, y = (x - center[0]) / radius, (y - center[1]) / radius
-    if shape == "circle":
-        return x**2 + y**2 <= 1
-    if shape == "square":
-        return np.maximum(abs(x), abs(y)) <= 0.9
-    if shape == "triangle":
-        return (y <= 0.9) & (abs(x) <= (y + 1) / 1.9)
-    return (np.minimum(abs(x), abs(y)) <= 0.35) & (np.maximum(abs(x), abs(y)) <= 1)
 
 
 # ---------------------------------------------------------------------------------------------- small helpers
@@ -547,53 +470,180 @@ def _load_processor(model_dir: str | Path):
     return processor
 
 
-def _progress(items: list, label: str):
-    """The items, with a progress line on a terminal's stderr."""
-    console = Console(stderr=True)
-    return track(items, label, console=console, disable=not console.is_terminal, transient=True)
+def _split_paths(path: str) -> list[Path]:
+    return [Path(p.strip()) for p in path.split(",") if p.strip()]
+
+
+def _kind_of(reason: str) -> str:
+    """A reason without its numbers, for counting."""
+    return re.sub(r"\d[\d.,x]*", "#", reason)
+
+
+# ---------------------------------------------------------------------------------------------- the statistics page
 
 
 @dataclass(frozen=True)
-class _Demo:
-    """Show one decoded sample of a dataset, its prompt and rewards, and measure the decoder."""
+class _Page:
+    """Statistics of a dataset, one decoded sample with its prompt and reward, and the decode rate."""
 
     data: DataConfig = DataConfig()
     model: str = ""
     """Model directory (tokenizer, chat template and processor are used). Empty: the tiny built-in one."""
     root: str = "runs/data"
-    """Folder for the built-in task."""
+    """Folder for the built-in task and the clip cache."""
     index: int = 0
     """Row to show."""
-    seconds: float = 5.0
-    """How long to measure the decoder."""
+    answer: str = ""
+    """A response to that row, whose reward is printed. Empty: the right answer."""
+    samples: int = 200
+    """How many samples to decode for the statistics."""
+    response_tokens: int = 256
+    """Length of a response in the totals and prompt fractions: take your run's own mean."""
+    out: str = "runs/data-page"
+    """Folder for tokens.png (the two distributions) and frames.png (the shown sample)."""
+    check: bool = False
+    """Instead: decode every sample with all cores and list those that cannot be used."""
+
+
+def check(dataset: Dataset, workers: int) -> list[BadSample]:
+    """Try every row once; the unusable ones."""
+    config = dataclasses.replace(dataset.config, workers=workers)
+    bad: list[BadSample] = []
+    pool = Workers(workers, config.decode_timeout_s)
+    try:
+        ahead: collections.deque[tuple[int, list[Future]]] = collections.deque()
+        indices = iter(progress(range(len(dataset)), "checking"))
+        for index in indices:
+            ahead.append((index, [pool.submit(decode, *job) for job in dataset.decode_jobs(index)]))
+            if len(ahead) > 4 * workers:
+                bad += _try(dataset, *ahead.popleft())
+        while ahead:
+            bad += _try(dataset, *ahead.popleft())
+    finally:
+        pool.close()
+    return bad
+
+
+def _try(dataset: Dataset, index: int, futures: list[Future]) -> list[BadSample]:
+    try:
+        dataset.assemble(index, [future.result() for future in futures])
+    except BadSample as bad:
+        return [bad]
+    except WorkerDied as error:
+        return [BadSample(dataset.rows[index].media[0].path, f"decoder process {error}")]
+    return []
+
+
+def _print_table(dataset: Dataset, samples: list[Sample]) -> None:
+    from rich.table import Table
+
+    table = Table("source", "rows", "kind", "median tokens", "95 %", "visual", "frames", "fps", title=dataset.name)
+    rows = Counter((row.source, row.problem_type) for row in dataset.rows)
+    for (source, kind), count in rows.most_common(30):
+        mine = [s for s in samples if (s.source, s.problem_type) == (source, kind)]
+        cells = ["n/a"] * 5
+        if mine:
+            lengths = [len(s.input_ids) for s in mine]
+            visual = [len(s.input_ids) - len(s.prompt_ids) + len(s.media) for s in mine]
+            frames = [sum(len(m.frames) for m in s.media) for s in mine]
+            rates = [m.fps for s in mine for m in s.media if m.kind == "video"]
+            cells = [f"{np.median(lengths):.0f}", f"{np.quantile(lengths, 0.95):.0f}", f"{np.median(visual):.0f}"]
+            cells += [f"{np.median(frames):.0f}", f"{np.median(rates):.3g}" if rates else "n/a"]
+        table.add_row(source, str(count), kind, *cells)
+    Console().print(table)
+
+
+def _draw_tokens(samples: list[Sample], response_tokens: int, path: Path) -> None:
+    """The paper's Figure 2: distribution of tokens a sample (left) and of the prompt's share of them (right)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    by_source: dict[str, list[int]] = collections.defaultdict(list)
+    for sample in samples:
+        by_source[sample.source].append(len(sample.input_ids))
+    for source, lengths in sorted(by_source.items(), key=lambda item: -len(item[1]))[:10]:
+        prompt = np.sort(lengths)
+        share = np.arange(1, len(prompt) + 1) / len(prompt)
+        left.step(prompt + response_tokens, share, where="post", label=f"{source} ({len(prompt)})")
+        right.step(prompt / (prompt + response_tokens), share, where="post")
+    left.set(
+        xscale="log", xlabel=f"tokens a sample (response: {response_tokens})", ylabel="share of samples", ylim=(0, 1.02)
+    )
+    right.set(xlabel="prompt fraction", xlim=(0, 1), ylim=(0, 1.02))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_frames(sample: Sample, path: Path) -> None:
+    """All frames of the first medium side by side, eight a line."""
+    frames = list(sample.media[0].frames)
+    blank = np.full_like(frames[0], 255)
+    lines = [frames[i : i + 8] for i in range(0, len(frames), 8)]
+    width = len(lines[0])
+    sheet = np.concatenate([np.concatenate(line + [blank] * (width - len(line)), axis=1) for line in lines])
+    Image.fromarray(sheet).save(path)
+
+
+def _show(dataset: Dataset, page: _Page, out: Path) -> None:
+    sample = dataset[page.index]
+    visual = len(sample.input_ids) - len(sample.prompt_ids) + len(sample.media)
+    print(f"\nrow {page.index} of {sample.source}, {sample.problem_type}:")
+    for medium, clip in zip(sample.media, dataset.rows[page.index].media, strict=True):
+        print(f"{clip.path}: {medium.kind} {medium.frames.shape} uint8, {medium.fps:.3g} frames/s")
+    print(dataset.prompt_text(dataset.rows[page.index]))
+    print(f"{len(sample.input_ids)} prompt tokens, {visual} of them visual; grids {sample.grid_thw.tolist()}")
+    answers = (
+        [page.answer] if page.answer else [f"<answer>{sample.solution}</answer>", "<answer>?</answer>", sample.solution]
+    )
+    for text in answers:
+        print(f"reward of {text!r}: {reward(sample, text, True):g}")
+    if sample.media:
+        _draw_frames(sample, out / "frames.png")
+        print(f"frames: {out / 'frames.png'}")
 
 
 def main() -> None:
     import tyro
 
-    demo = tyro.cli(_Demo, description=_Demo.__doc__)
-    model_dir = demo.model
+    page = tyro.cli(Annotated[_Page, tyro.conf.OmitArgPrefixes], description=_Page.__doc__)
+    model_dir = page.model
     if not model_dir:
         from model import make_model_dir
 
-        model_dir = make_model_dir("tiny", demo.root)
-    dataset = Dataset(demo.data, model_dir, demo.root)
-    sample = dataset[demo.index]
-    print(f"{dataset.path}: {len(dataset)} rows")
-    for medium in sample.media:
-        print(f"row {demo.index}: {medium.kind} {medium.frames.shape} uint8, {medium.fps:.3g} frames/s")
-    print(dataset.prompt_text(dataset.rows[demo.index]))
-    visual = len(sample.input_ids) - len(sample.prompt_ids) + len(sample.media)
-    print(f"{len(sample.input_ids)} prompt tokens, {visual} of them visual; grids {sample.grid_thw.tolist()}")
-    for text in (f"<answer>{sample.solution}</answer>", "<answer>Z</answer>", sample.solution):
-        print(f"reward of {text!r}: {reward(sample, text, True):g}")
+        model_dir = make_model_dir("tiny", page.root)
+    dataset = Dataset(page.data, model_dir, page.root)
+    if dataset.skipped:
+        print("skipped: " + ", ".join(f"{n} × {reason}" for reason, n in dataset.skipped.most_common()))
+    if page.check:
+        bad = check(dataset, os.cpu_count() or 1)
+        for sample in bad:
+            print(sample)
+        for reason, count in Counter(_kind_of(b.reason) for b in bad).most_common():
+            print(f"{count:6} × {reason}")
+        print(f"{len(bad)} of {len(dataset)} samples cannot be used")
+        sys.exit(1 if bad else 0)
+    out = Path(page.out)
+    out.mkdir(parents=True, exist_ok=True)
     with Loader(dataset) as loader:
-        loader.batch(0, 4)
-        position, frames, begin = 4, 0, time.monotonic()
-        while (spent := time.monotonic() - begin) < demo.seconds:
-            samples, position = loader.batch(position, 8)
-            frames += sum(len(m.frames) for s in samples for m in s.media)
-        print(f"{frames / spent:.0f} frames/s and {position / spent:.0f} samples/s with {demo.data.workers} worker(s)")
+        begin = time.monotonic()
+        found = loader.fetch(list(range(min(page.samples, len(dataset))))).values()
+        spent = time.monotonic() - begin
+    samples = [s for s in found if isinstance(s, Sample)]
+    _print_table(dataset, samples)
+    frames = sum(len(m.frames) for s in samples for m in s.media)
+    rate = f"{frames / spent:.0f} frames/s, {len(samples) / spent:.0f} samples/s"
+    print(
+        f"decoded {len(samples)} samples ({len(found) - len(samples)} bad): {rate} with {page.data.workers} worker(s)"
+    )
+    if samples:
+        _draw_tokens(samples, page.response_tokens, out / "tokens.png")
+        print(f"token distributions: {out / 'tokens.png'}")
+    _show(dataset, page, out)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def _named_config(name: str) -> Qwen2_5_VLConfig:
     if name == "tiny":  # head size 32: the smallest that vLLM's CPU attention has
         hidden, inner, layers, heads, kv, vocab, tied, vision_inner = 128, 256, 2, 4, 2, 384, False, 128
         vision = dict(depth=2, hidden_size=64, num_heads=2, fullatt_block_indexes=[1])
-        sections, std, positions = [4, 6, 6], 0.08, 4096
+        sections, std, positions = [4, 6, 6], 0.05, 4096
     else:
         hidden, inner, layers, heads, kv, vocab, tied, vision_inner = CONFIGS[name]
         vision = dict(depth=32, hidden_size=1280, num_heads=16, fullatt_block_indexes=[7, 15, 23, 31])

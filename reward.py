@@ -325,7 +325,8 @@ def parse_choice(answer: str, options: list[str]) -> str | None:
     match = re.fullmatch(r"\(?([A-Za-z])\)?[.:)]?", bare)
     if match:
         letter = match.group(1).upper()
-        return letter if (letter in table or not table) and whole in ([], [letter]) else None
+        clash = match.group(1).islower() and whole not in ([], [letter])  # "a" where option B reads "a"
+        return letter if (letter in table or not table) and not clash else None
     match = re.fullmatch(r"(?:\(([A-Z])\)|([A-Z])[.:)])[.:)]?\s*(\S.*)", bare, re.DOTALL)
     if not match:
         return whole[0] if len(whole) == 1 else None

@@ -1,6 +1,6 @@
 """Rollout: vLLM engines as subprocesses that read the trainer's weights in place, and the client that drives them.
 
-    trainer rank e                                engine e = python rollout.py --serve FD PARENT
+    trainer rank e                                engine e = python rollout.py --serve FD
     ┌──────────────────────────────┐  socketpair  ┌────────────────────────────────────────────┐
     │ EngineClient                 │ ─ commands ► │ reader thread ─► command queue             │
     │  generate  poll  wait  abort │              │ main thread, again and again:              │
@@ -59,12 +59,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-import tyro
+_libc = ctypes.CDLL(None, use_errno=True)
+if parent := os.environ.get("ROLLPLEX_PARENT"):
+    # An engine and its workers (spawned, so they run this file first) must not outlive what started them: have the kernel send
+    # SIGKILL when that thread ends. Before the imports below, because they take seconds.
+    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(parent):  # it ended before the line above
+        os._exit(3)
 
-import memory
-import weights
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import tyro  # noqa: E402
+
+import memory  # noqa: E402
+import weights  # noqa: E402
 
 FORBIDDEN_BIAS = -100.0  # the trainer adds the same, so that both compute the same function
 HEARTBEAT_S = 2.0  # a generating engine reports at least this often, so that silence means trouble
@@ -332,7 +340,7 @@ class EngineClient:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "wb") as log, theirs:
             self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve()), "--serve", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, str(Path(__file__).resolve()), "--serve", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -472,6 +480,7 @@ def _environment(cores: list[list[int]]) -> dict[str, str]:
     dropped += ("VLLM_CPU_KVCACHE_SPACE",)  # would override kv_cache_gib, in whole GiB
     environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     environment |= {
+        "ROLLPLEX_PARENT": str(os.getpid()),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in the engine process: one process less to start and to reap
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_HOST_IP": "127.0.0.1",
@@ -904,9 +913,6 @@ def _storages(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return sorted({(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors})
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
 def _whole_pages(start: int, nbytes: int) -> tuple[int, int]:
     """The pages that lie completely in a range; the partial ones at its ends may hold somebody else's bytes."""
     first = memory.align(start, mmap.PAGESIZE)
@@ -927,16 +933,8 @@ def _resident_bytes(start: int, nbytes: int) -> int:
     return int((np.frombuffer(pages, dtype=np.uint8) & 1).sum()) * mmap.PAGESIZE
 
 
-def _die_with_parent() -> None:
-    """Have the kernel send SIGKILL when the thread that started this process ends."""
-    pr_set_pdeathsig = 1
-    _libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def _serve(fd: int, parent: int) -> None:
-    _die_with_parent()
-    if os.getppid() != parent:
-        sys.exit("the trainer ended before its engine had started")
+def _serve(fd: int) -> None:
+    os.environ["ROLLPLEX_PARENT"] = str(os.getpid())  # for the workers
     engine = Engine(Connection(fd))
     try:
         engine.build()
@@ -992,9 +990,9 @@ def _demo(args: _Demo) -> None:
 
 
 def main() -> None:
-    """`--serve FD PARENT` is how EngineClient starts an engine; anything else is the demonstration."""
+    """`--serve FD` is how EngineClient starts an engine; anything else is the demonstration."""
     if sys.argv[1:2] == ["--serve"]:
-        _serve(int(sys.argv[2]), int(sys.argv[3]))
+        _serve(int(sys.argv[2]))
     else:
         _demo(tyro.cli(_Demo, description=__doc__.split("\n\n")[0]))
 
@@ -1003,5 +1001,3 @@ if __name__ == "__main__":
     import rollout  # so that a class has one identity here and where messages are unpickled
 
     rollout.main()
-elif __name__ == "__mp_main__":  # a vLLM worker, which runs this file before anything else: it must not outlive the engine
-    _die_with_parent()

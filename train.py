@@ -175,7 +175,7 @@ TINY = Config(
     steps=150,
     prompts=16,
     warmup_steps=30,
-    algo=AlgoConfig(kl_coef=0.002),
+    algo=AlgoConfig(kl_coef=0.1),
     data=DataConfig(max_prompt_tokens=512),
     rollout=RolloutConfig(max_new_tokens=12),
     optimizer=OptimizerConfig(lr=1e-3, max_grad_norm=1.0, chunk_mib=4.0),

@@ -99,6 +99,9 @@ def test_choices_without_letters_or_options_and_text_as_solution():
     assert score("multiple choice", "B", "dog", ["cat", "dog"]) == 1
     assert score("multiple choice", "B. dog", "B", ["A. cat", "B. dog"]) == 1
     assert score("multiple choice", "B", "(b)") == 1 and score("multiple choice", "B", "B. whatever") == 1
+    letters = ["A. k", "B. a", "C. t"]  # options that are letters themselves
+    assert score("multiple choice", "A", "A", letters) == 1 and score("multiple choice", "B", "B. a", letters) == 1
+    assert score("multiple choice", "A", "a", letters) == score("multiple choice", "B", "a", letters) == 0
     with pytest.raises(ValueError, match="names none of the options"):
         score("multiple choice", "Z", "A", ANIMALS)
 

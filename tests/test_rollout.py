@@ -361,8 +361,9 @@ def gone_within(pid: int, seconds: float) -> bool:
     return True
 
 
-def test_a_killed_trainer_takes_its_engine_along(policy, tmp_path):
-    """SIGKILL while the engine imports vLLM, where it could not notice the closed socket by itself."""
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_killed_trainer_takes_its_engine_along(policy, tmp_path, frozen):
+    """SIGKILL while the engine is starting; frozen, it cannot notice by itself that its socket was closed."""
     source = (
         "import sys, time, rollout\n"
         f"client = rollout.EngineClient(rollout.RolloutConfig(), rollout.{policy.binding!r}, engine=1, max_prompt_tokens=64,"
@@ -374,8 +375,10 @@ def test_a_killed_trainer_takes_its_engine_along(policy, tmp_path):
     trainer = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, env=environment)
     try:
         pid = int(trainer.stdout.readline())
-        time.sleep(4)
+        time.sleep(1 if frozen else 3)
         assert rollout._session_members(pid) == [pid]
+        if frozen:
+            os.kill(pid, signal.SIGSTOP)
         trainer.kill()
         assert gone_within(pid, 5)
     finally:

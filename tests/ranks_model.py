@@ -1,0 +1,125 @@
+"""Run under torchrun by test_model.py: prefix and suffixes against transformers' ordinary full-sequence forward and backward."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+import memory
+import model as models
+import weights
+from data import Media, Sample
+
+TEMPERATURE = 0.7
+
+
+def make_sample(config, kinds: list[str], seed: int) -> Sample:
+    """A prompt with the media given (video 8 x 56 x 84, image 56 x 56), random pixels and random text around them."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    ids, media = [1, 70, 71], []
+    for kind in kinds:
+        shape = (8, 56, 84, 3) if kind == "video" else (1, 56, 56, 3)
+        media.append(Media(kind, rng.integers(0, 256, shape, dtype=np.uint8), 3.0))
+        t, h, w = media[-1].grid
+        pad = config.video_token_id if kind == "video" else config.image_token_id
+        ids += [config.vision_start_token_id, *[pad] * (t * h * w // 4), config.vision_end_token_id]
+    ids += rng.integers(60, 300, 9).tolist()
+    grid = torch.tensor([m.grid for m in media]).reshape(-1, 3)
+    seconds = [2 / m.fps if m.kind == "video" else 1.0 for m in media]
+    return Sample(0, "test", ids, torch.tensor(ids), media, grid, seconds, "", "", "", [])
+
+
+def reference_logprobs(hf, config, sample: Sample, responses: torch.Tensor) -> torch.Tensor:
+    """[N, S] by transformers: every response after its own copy of the prompt, in one ordinary pass."""
+    n, s = responses.shape
+    ids = torch.cat([sample.input_ids.expand(n, -1), responses], 1)
+    prompt = models.positions(sample.input_ids.tolist(), sample.grid_thw.tolist(), sample.second_per_grid, config)
+    tail = int(prompt.max()) + 1 + torch.arange(s)
+    position = torch.cat([prompt[:, None].expand(3, n, -1), tail.expand(3, n, s)], -1)
+    media: dict = {"pixel_values_videos": [], "video_grid_thw": [], "pixel_values": [], "image_grid_thw": []}
+    pixels = iter(sample.pixel_values.split([int(g.prod()) for g in sample.grid_thw])) if sample.media else iter(())
+    for kind, grid in zip((m.kind for m in sample.media), sample.grid_thw, strict=True):
+        names = ("pixel_values_videos", "video_grid_thw") if kind == "video" else ("pixel_values", "image_grid_thw")
+        media[names[0]].append(next(pixels))
+        media[names[1]].append(grid)
+    inputs = {k: (torch.cat(v) if k.startswith("pixel") else torch.stack(v)) for k, v in media.items() if v}
+    inputs = {k: v.repeat(n, 1) for k, v in inputs.items()}
+    inputs = {k: v.to(hf.dtype) if k.startswith("pixel") else v for k, v in inputs.items()}
+    logits = hf(input_ids=ids, position_ids=position, use_cache=False, **inputs).logits[:, -s - 1 : -1].float()
+    bias = torch.zeros(logits.shape[-1])
+    bias[models.forbidden_ids(config)] = -100.0
+    return ((logits + bias) / TEMPERATURE).log_softmax(-1).gather(-1, responses[..., None])[..., 0]
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item()
+
+
+def case(source: Path, kinds: list[str], qkv: str, dtype: torch.dtype, logprob_bar: float, gradient_bar: float) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = models.load_config(str(source))
+    plan = weights.layout(config, world, 1, qkv, dtype)
+    arena = memory.Arena({"snapshot": plan.nbytes} | ({"fused": weights.fused_nbytes(plan)} if qkv == "fused" else {}))
+    snapshot = weights.Snapshot(
+        plan, rank, arena.acquire("snapshot"), arena.acquire("fused") if qkv == "fused" else None, dist.group.WORLD
+    )
+    weights.load_hf(snapshot, source)
+    actor = models.QwenVL(config, dtype, qkv)
+    actor.bind({s.name: s.parameter(snapshot.flat(s)) for s in snapshot.shards}, requires_grad=True)
+    hf = Qwen2_5_VLForConditionalGeneration.from_pretrained(source, dtype=dtype)
+
+    sample = make_sample(config, kinds, seed=3)
+    generator = torch.Generator().manual_seed(2)
+    responses = torch.randint(60, 300, (3, 6), generator=generator)
+    weight = torch.randn(3, 6, generator=generator)
+    weight[1, 4:] = 0  # a padded end
+    prefix = actor.prefix(sample)
+    ours = actor.suffix(prefix, responses, TEMPERATURE)
+    (ours * weight).sum().backward()
+    actor.prefix_backward(prefix)
+    theirs = reference_logprobs(hf, config, sample, responses)
+    (theirs * weight).sum().backward()
+    gap = (ours - theirs).abs().max().item()
+    assert gap <= logprob_bar, f"{kinds} {qkv} {dtype}: log-probabilities differ by {gap}"
+
+    with torch.no_grad():
+        frozen = actor.prefix(sample)
+        assert frozen.attached is None and torch.equal(actor.suffix(frozen, responses, TEMPERATURE), ours)
+    compare_gradients(actor, dict(hf.named_parameters()), weights.table(config, qkv), plan, gradient_bar)
+
+
+def compare_gradients(actor, theirs: dict, table: list, plan, bar: float) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for name, parameter in actor.named_parameters():
+        rows = [row for row in table if row.train == name]
+        full = [theirs[row.hf.replace("model.", "model.language_model.", 1).replace("visual.", "model.visual.")] for row in rows]
+        if all(p.grad is None for p in full):  # a text-only prompt does not reach the vision tower
+            assert parameter.grad is None, name
+            continue
+        pieces = [p.grad if row.axis is None else p.grad.chunk(world, row.axis)[rank] for row, p in zip(rows, full, strict=True)]
+        if len(pieces) == 3:  # Megatron's order by head group
+            groups = plan.groups // world
+            pieces = [piece.reshape(groups, -1, *piece.shape[1:]) for piece in pieces]
+            pieces = [torch.cat(pieces, 1).flatten(0, 1)]
+        error = relative(parameter.grad, pieces[0])
+        assert error <= bar, f"gradient of {name}: {error:.2e} relative to the ordinary backward"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    memory.answer_cuda_queries()
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    for source, kinds, qkv, dtype, logprob_bar, gradient_bar in json.loads(sys.argv[1]):
+        case(Path(source), kinds, qkv, getattr(torch, dtype), logprob_bar, gradient_bar)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
