@@ -78,11 +78,11 @@ def load_config(model: str) -> Qwen2_5_VLConfig:
 def _named_config(name: str) -> Qwen2_5_VLConfig:
     if name == "tiny":  # head size 32: the smallest that vLLM's CPU attention has
         hidden, inner, layers, heads, kv, vocab, tied, vision_inner = 128, 256, 2, 4, 2, 384, False, 128
-        vision = dict(depth=2, hidden_size=64, num_heads=2, fullatt_block_indexes=[1])
-        sections, std, positions = [4, 6, 6], 0.05, 4096
+        vision = dict(depth=2, hidden_size=64, num_heads=2, fullatt_block_indexes=[1], initializer_range=0.1)
+        sections, std, positions = [4, 6, 6], 0.06, 4096
     else:
         hidden, inner, layers, heads, kv, vocab, tied, vision_inner = CONFIGS[name]
-        vision = dict(depth=32, hidden_size=1280, num_heads=16, fullatt_block_indexes=[7, 15, 23, 31])
+        vision = dict(depth=32, hidden_size=1280, num_heads=16, fullatt_block_indexes=[7, 15, 23, 31], initializer_range=0.02)
         sections, std, positions = [16, 24, 24], 0.02, 128000
     ids = {token: i for i, token in enumerate(SPECIAL_TOKENS)}  # make_model_dir's tokenizer puts them first
     text = dict(
@@ -99,9 +99,7 @@ def _named_config(name: str) -> Qwen2_5_VLConfig:
         bos_token_id=ids["<|endoftext|>"],
         eos_token_id=ids["<|im_end|>"],
     )
-    vision |= dict(
-        intermediate_size=vision_inner, out_hidden_size=hidden, window_size=112, tokens_per_second=2, initializer_range=std
-    )
+    vision |= dict(intermediate_size=vision_inner, out_hidden_size=hidden, window_size=112, tokens_per_second=2)
     return Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,

@@ -161,14 +161,6 @@ class Config:
         _require(not (self.resume and not self.run_dir), "run-dir", "''", "the run to --resume")
 
 
-def check_model(config: Config, hf_config, world: int) -> None:
-    """Cross-field checks against the model's configuration. Raises ValueError with the field and the fix."""
-    weights.check_degrees(hf_config, config.tp(world), config.rollout_tp, config.qkv)
-    most, used = hf_config.text_config.max_position_embeddings, config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    expected = f"together with --rollout.max-new-tokens {config.rollout.max_new_tokens} at most the model's {most} positions"
-    _require(used <= most, "data.max-prompt-tokens", config.data.max_prompt_tokens, expected)
-
-
 # What `train.py` alone runs: small enough for two cores, and large enough to be every mechanism.
 TINY = Config(
     dtype="float32",
@@ -188,6 +180,21 @@ def parse(argv: list[str]) -> Config:
     name = next((a.removeprefix("--model=") for a in argv if a.startswith("--model=")), name)
     default = TINY if name in (None, "tiny") else Config()
     return tyro.cli(Config, default=default, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def configure(argv: list[str], world: int) -> Config:
+    """Parse and check everything that can be checked before anything starts. Raises ValueError with the field and the fix."""
+    config = parse(argv)
+    config.validate(world)
+    _check_model(config, models.load_config(config.model), world)
+    return config
+
+
+def _check_model(config: Config, hf_config, world: int) -> None:
+    weights.check_degrees(hf_config, config.tp(world), config.rollout_tp, config.qkv)
+    most, used = hf_config.text_config.max_position_embeddings, config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    expected = f"together with --rollout.max-new-tokens {config.rollout.max_new_tokens} at most the model's {most} positions"
+    _require(used <= most, "data.max-prompt-tokens", config.data.max_prompt_tokens, expected)
 
 
 def _require(ok: bool, name: str, value: object, expected: str) -> None:
@@ -227,21 +234,23 @@ def policy_loss(
     and engine's arithmetic), by the reference; mask selects the tokens that count. advantage: [N]. The sum over all groups
     divided by denominator() is the step's loss.
     """
+    # Padding may hold anything; zeroed first, because 0 times an infinite gradient would be NaN.
+    new, old, rollout = (x.masked_fill(~mask, 0.0) for x in (new, old, rollout))
     ratio = torch.exp(new - old)
     gain = torch.minimum(ratio * advantage[:, None], ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high) * advantage[:, None])
     if algo.tis_cap:
         gain = gain * torch.exp(old - rollout).clamp(max=algo.tis_cap).detach()
     loss = -gain
-    kl = torch.zeros_like(new) if ref is None else kl_estimate(new, ref, algo.kl_estimator)
+    kl = torch.zeros_like(new) if ref is None else kl_estimate(new, ref.masked_fill(~mask, 0.0), algo.kl_estimator)
     if algo.kl_coef:
         loss = loss + algo.kl_coef * kl
     weight = mask.to(new.dtype)
     if algo.aggregate == "sequence":
         weight = weight / weight.sum(1, keepdim=True).clamp(min=1)
-    gap = ((old - rollout).abs() * mask).detach()
+    gap = (old - rollout).abs().detach()
     clipped = ((ratio < 1 - algo.clip_low) & (advantage[:, None] < 0)) | ((ratio > 1 + algo.clip_high) & (advantage[:, None] > 0))
-    total = (loss.masked_fill(~mask, 0.0) * weight).sum()
-    sums = dict(loss=total, kl=kl[mask].sum(), gap=gap.sum(), clipped=(clipped & mask).sum(), tokens=mask.sum())
+    total = (loss * weight).sum()
+    sums = dict(loss=total, kl=(kl * mask).sum(), gap=gap.sum(), clipped=(clipped & mask).sum(), tokens=mask.sum())
     return total, {name: value.detach().double() for name, value in sums.items()} | {"gap_max": gap.max().double()}
 
 
@@ -337,7 +346,7 @@ class Trainer:
 
     def _load_weights(self, hf_config) -> None:
         if self.config.named or self.config.weights == "random":
-            weights.init_random(self.snapshot, self.config.seed, hf_config.text_config.initializer_range)
+            weights.init_random(self.snapshot, self.config.seed, hf_config)
         else:
             weights.load_hf(self.snapshot, self.model_dir)
 
@@ -799,11 +808,8 @@ def train(config: Config, ends: Ends) -> None:
 def main() -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
-        config = parse(sys.argv[1:])
-        if "RANK" not in os.environ:
-            raise ValueError("train.py runs under torchrun: torchrun --nproc-per-node 2 train.py")
-        config.validate(world)
-        check_model(config, models.load_config(config.model), world)
+        config = configure(sys.argv[1:], world)
+        _require("RANK" in os.environ, "nproc-per-node", "(none)", "train.py under torchrun: torchrun --nproc-per-node 2 train.py")
     except ValueError as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -814,6 +820,8 @@ def main() -> None:
     except ValueError as error:
         ends.fail(str(error), 2)
     except BaseException as error:
+        if "closed by peer" in str(error) or "reset by peer" in str(error):  # gloo, when the other end is gone
+            ends.fail("lost another rank, which ended without saying why (killed, or out of memory?)", 1)
         detail = "" if isinstance(error, rollout.EngineDied) else "\n" + traceback.format_exc()
         ends.fail(f"{type(error).__name__}: {error}{detail}", 1)
 

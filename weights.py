@@ -370,13 +370,17 @@ def _keep_weights_in_place(model: torch.nn.Module) -> None:
 # ---- initial values, checkpoints --------------------------------------------------------------------------------------------
 
 
-def init_random(snapshot: Snapshot, seed: int, std: float) -> None:
-    """Fill this rank's rollout shard: normal(0, std) matrices, unit norms, zero biases; the same model at every TP degree."""
+def init_random(snapshot: Snapshot, seed: int, config) -> None:
+    """Fill this rank's rollout shard: normal matrices, unit norms, zero biases; the same model at every TP degree.
+
+    The standard deviations are `config`'s initializer ranges, of the text and of the vision part.
+    """
     for slot in snapshot.plan.slots:
         name, shape = slot.logical.hf, _published_shape(slot, snapshot.plan)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
         if len(shape) > 1:
-            whole = torch.randn(shape, generator=generator) * std
+            part = config.vision_config if name.startswith("visual.") else config.text_config
+            whole = torch.randn(shape, generator=generator) * part.initializer_range
         else:
             whole = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         _fill(snapshot, slot, whole[_rows(snapshot, slot)])

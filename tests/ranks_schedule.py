@@ -1,0 +1,93 @@
+"""Run under torchrun by test_sched.py: real engines, both schedules from the same state, responses and weights compared."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import train
+
+
+def run_step(trainer: "train.Trainer", overlap: str, state: dict, position: int) -> dict:
+    """One GRPO step from `state` under one schedule; everything that it read and wrote."""
+    trainer.arena.acquire("workspace")
+    trainer.optimizer.load_state_dict(state)
+    trainer.arena.release("workspace")
+    trainer.snapshot.publish()
+    if trainer.engine is not None:
+        trainer.engine.publish(0)
+    dist.barrier()
+    trainer.schedule.overlap = overlap
+    seen: list = []
+    original = trainer.schedule._actor_gradients
+
+    def watch(groups, loss):  # after the responses are in, before anything is computed from them
+        seen.extend((r.request_id, r.index, tuple(r.token_ids), tuple(r.logprobs)) for g in groups for r in g.responses)
+        assert all(r.prompt_ids == g.sample.input_ids.tolist() for g in groups for r in g.responses)
+        original(groups, loss)
+
+    trainer.schedule._actor_gradients = watch
+    metrics, _ = train.train_step(trainer, 0, position)
+    trainer.schedule._actor_gradients = original
+    events, seconds = trainer.timeline.take()
+    weights = [trainer.snapshot.bytes.clone(), trainer.optimizer.master.clone(), trainer.optimizer.exp_avg_sq.clone()]
+    return dict(responses=seen, weights=weights, metrics=metrics, events=events, seconds=seconds)
+
+
+def overlapped_us(events: list[dict], names: set[str]) -> float:
+    """Microseconds that training spans of these names share with work of this rank's engine."""
+    engine = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"].startswith("engine")]
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == "train" and e["name"] in names]
+    return sum(max(0.0, min(b, d) - max(a, c)) for a, b in spans for c, d in engine)
+
+
+def main() -> None:
+    run_dir, options = Path(sys.argv[1]), json.loads(sys.argv[2])
+    config = replace(train.TINY, run_dir=str(run_dir), prompts=6, rollout=replace(train.TINY.rollout, max_new_tokens=24))
+    config = replace(config, algo=replace(config.algo, kl_coef=0.1), **options)
+    ranks = train.join(config)
+    run_dir, model_dir = train.prepare_run(config, ranks)
+    trainer = train.Trainer(config, ranks, run_dir, model_dir)
+    try:
+        check(trainer)
+    finally:
+        trainer.close()
+    dist.destroy_process_group()
+
+
+def check(trainer: "train.Trainer") -> None:
+    trainer.freeze_reference()
+    for i in range(2):  # move away from the reference, so that the KL term has a gradient
+        train.warm_up(trainer, i, 100 + 10 * i)
+    if trainer.engine is not None:
+        trainer.engine.ready()
+    trainer.timeline.take()
+    state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in trainer.optimizer.state_dict().items()}
+    serial = run_step(trainer, "none", state, 0)
+    overlapped = run_step(trainer, "prefix", state, 0)
+    again = run_step(trainer, "none", state, 0)
+
+    for name, run in (("prefix", overlapped), ("none, again", again)):
+        assert run["responses"] == serial["responses"], f"{name}: the engines answered differently"
+        for a, b in zip(serial["weights"], run["weights"], strict=True):
+            assert torch.equal(a, b), f"{name}: {(a != b).sum().item()} elements differ from the serial update"
+    before = state["master"]
+    assert not torch.equal(before, serial["weights"][1]) and serial["metrics"]["grad_norm"] > 0
+    assert serial["metrics"]["kl"] > 0  # the reference took part
+    bar = 1e-4 if trainer.config.dtype == "float32" else 2e-2
+    assert serial["metrics"]["logprob_diff_mean"] <= bar, serial["metrics"]["logprob_diff_mean"]
+
+    prefixes = {"reference prefix", "actor prefix"}
+    assert overlapped_us(serial["events"], prefixes) == 0
+    assert overlapped_us(overlapped["events"], prefixes) > 1000, "prefixes did not run beside the engine"
+    # The replicated parameters, and every gathered slab, are the same on all ranks of the replica (rollout TP 1).
+    sums = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sums, trainer.snapshot.bytes.to(torch.int64).cumsum(0).sum()[None])
+    assert len({int(s) for s in sums}) == 1, "ranks hold different snapshots"
+
+
+if __name__ == "__main__":
+    main()

