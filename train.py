@@ -164,9 +164,9 @@ class Config:
 # What `train.py` alone runs: small enough for two cores, and large enough to be every mechanism.
 TINY = Config(
     dtype="float32",
-    steps=150,
+    steps=100,
     prompts=16,
-    warmup_steps=30,
+    warmup_steps=40,
     algo=AlgoConfig(kl_coef=0.1),
     data=DataConfig(max_prompt_tokens=512),
     rollout=RolloutConfig(max_new_tokens=12),
@@ -524,6 +524,7 @@ def _metrics(trainer: Trainer, groups: list[sched.Group], sums: dict[str, float]
         truncated=sum(r.finish_reason == "length" for r in responses),
         nll=-sum(sum(r.logprobs) for r in responses),
         prompt_tokens=sum(len(group.sample.input_ids) for group in groups),
+        chance=[1 / len(group.sample.options) for group in groups if group.sample.options],
         generate_s=(max(w.end_ns for w in stats.timeline) - min(w.start_ns for w in stats.timeline)) / 1e9 if stats else 0.0,
     )
     everyone: list = [None] * trainer.ranks.world
@@ -534,11 +535,13 @@ def _metrics(trainer: Trainer, groups: list[sched.Group], sums: dict[str, float]
     rewards = [reward for r in replicas for _, reward in r["rewards"]]
     lengths = [length for r in replicas for length in r["lengths"]]
     scale = tokens if trainer.config.algo.aggregate == "token" else max(1, sum(length > 0 for length in lengths))
+    chance = [c for r in replicas for c in r["chance"]]
     sources = sorted({source for r in replicas for source, _ in r["rewards"]})
     by_source = {s: [reward for r in replicas for source, reward in r["rewards"] if source == s] for s in sources}
     return {
         "reward_mean": sum(rewards) / len(rewards),
         **({f"reward/{s}": sum(v) / len(v) for s, v in by_source.items()} if len(sources) > 1 else {}),
+        **({"chance": sum(chance) / len(chance)} if len(chance) == trainer.config.prompts else {}),
         "loss": total["loss"] / scale,
         "kl": total["kl"] / tokens,
         "clip_fraction": total["clipped"] / tokens,
