@@ -11,30 +11,34 @@
                     ▼                                                 ▼ TP > 1: one worker process per GPU
              arena snapshot  ◄──────────── every engine parameter is a view of it
 
-The engine never receives weights: a registered loader maps the trainer's snapshot and points every parameter into it, so an
-optimizer step is visible the moment it is written. What must be told is that the weights changed: publish() drops what was
-computed from the old ones. Weights may only be written while no request runs (barrier 3); publish() refuses otherwise.
+The engine never receives weights: a registered loader maps the trainer's snapshot and points every parameter into it,
+so an optimizer step is visible the moment it is written. What must be told is that the weights changed: publish() drops
+what was computed from the old ones. Weights may only be written while no request runs (barrier 3); publish() refuses
+otherwise.
 
-A prompt group costs one multimodal preprocessing and one prefill: its N responses are N child requests that share the prompt's
-KV blocks, and each is sent the moment it finishes. Groups are admitted one a step in the order given, so a generate() call on an
-idle engine forms the same batches whenever it is repeated; each response also has its own random stream, derived from the
-request's seed and its index. What remains is the backend's own dependence on batch shape (rounding in matrix products).
+A prompt group costs one multimodal preprocessing and one prefill: its N responses are N child requests that share the
+prompt's KV blocks, and each is sent the moment it finishes. Groups are admitted one a step in the order given, so a
+generate() call on an idle engine forms the same batches whenever it is repeated; each response also has its own random
+stream, derived from the request's seed and its index. What remains is the backend's dependence on batch shape
+(rounding in matrix products).
 
-Log-probabilities are those of the distribution that was sampled from: log_softmax((logits + bias) / temperature) in float32,
-bias before temperature, where bias is FORBIDDEN_BIAS for the forbidden ids and 0 elsewhere (vLLM 0.26, v1/sample/sampler.py:
-logits processors, then temperature, then top-k/top-p, then log_softmax). Temperature 0 is greedy and leaves the division out.
-With top_p or top_k the removed ids are -inf before that log_softmax: the values are renormalised over the kept set and no
-longer comparable with the trainer's. Both are off by default.
+Log-probabilities are those of the distribution that was sampled from: log_softmax((logits + bias) / temperature) in
+float32, bias before temperature, where bias is FORBIDDEN_BIAS for the forbidden ids and 0 elsewhere (vLLM 0.26,
+v1/sample/sampler.py: logits processors, temperature, top-k/top-p, log_softmax). Temperature 0 is greedy and leaves the
+division out. With top_p or top_k the removed ids are -inf before that log_softmax: the values are renormalised over the
+kept set and no longer comparable with the trainer's. Both are off by default.
 
-A killed trainer takes its engines with it (parent-death signal, and end of file on the socket). A killed or silent engine raises
-EngineDied in the trainer with its phase, exit code, last message and the tail of its log.
+A killed trainer takes its engines with it (parent-death signal, and end of file on the socket). A killed or silent
+engine raises EngineDied in the trainer with its phase, exit code, last message and the tail of its log.
 
 Run:
-    python rollout.py                 # CPU: a tiny random model in an arena, one engine, a synthetic clip; under a minute
+    python rollout.py                 # CPU: a tiny random model in an arena, one engine, a synthetic clip; 20 to 50 s
     python rollout.py --help
-Left out on purpose: the GPU's KV release and device placement (an error says so), preprocessing ahead of the step that needs it
-(it would hide some milliseconds a group), speculative decoding, sleep mode (with shared weights only KV needs releasing).
-To tune or swap the engine, edit RolloutConfig and _engine_args(); the protocol is the tuples that Engine and EngineClient send.
+Left out on purpose: the GPU's KV release and device placement (an error says so), preprocessing ahead of the step that
+needs it (it would hide some milliseconds a group), speculative decoding, sleep mode (with shared weights only KV needs
+releasing).
+To tune or swap the engine, edit RolloutConfig and _engine_args(); the protocol is the tuples that Engine and
+EngineClient send each other.
 """
 
 import contextlib
@@ -61,8 +65,8 @@ from typing import Any, NamedTuple
 
 _libc = ctypes.CDLL(None, use_errno=True)
 if parent := os.environ.get("ROLLPLEX_PARENT"):
-    # An engine and its workers (spawned, so they run this file first) must not outlive what started them: have the kernel send
-    # SIGKILL when that thread ends. Before the imports below, because they take seconds.
+    # An engine and its workers (spawned, so they run this file first) must not outlive what started them: have the
+    # kernel send SIGKILL when that thread ends. Before the imports below, because they take seconds.
     _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != int(parent):  # it ended before the line above
         os._exit(3)
@@ -90,13 +94,14 @@ class RolloutConfig:
     max_new_tokens: int = 48
     """Most tokens of a response, the end token included; a longer one is cut and has finish_reason "length"."""
     temperature: float = 1.0
-    """Sampling temperature, 0 (greedy) to 2 (vLLM's limit). Training log-probabilities are divided by the same value."""
+    """Sampling temperature, 0 (greedy) to 2 (vLLM's limit). The trainer divides its logits by the same value."""
     top_p: float = 1.0
-    """Keep the smallest set of ids with this probability, in (0, 1]; 1 keeps all. Below 1, log-probabilities are renormalised."""
+    """Keep the smallest set of ids with this probability, in (0, 1]; 1 keeps all. Otherwise log-probabilities are
+    renormalised over the set."""
     top_k: int = 0
     """Keep the k most likely ids; 0 keeps all. Otherwise log-probabilities are renormalised over the k."""
     kv_cache_gib: float = 0.25
-    """KV cache of one GPU (of one engine worker on a CPU), GiB; must hold the longest prompt and response at least once."""
+    """KV cache of one GPU (of one engine worker on a CPU), GiB; must hold the longest prompt with its response."""
     block_tokens: int = 32
     """Tokens of a KV block, a multiple of 32; the full blocks of a prompt are shared by its N responses."""
     max_num_seqs: int = 64
@@ -104,25 +109,26 @@ class RolloutConfig:
     max_num_batched_tokens: int = 4096
     """Most tokens of one engine step: bounds a prefill and its activation memory."""
     cpu_threads: int = 1
-    """CPU only: cores of each engine worker. Worker j of engine e takes set e·tp + j of the available cores, modulo their count."""
+    """CPU only: cores of each engine worker; engine 0 takes the first, engine 1 the next, and around again."""
     start_timeout_s: float = 300.0
-    """Longest time from starting an engine to its readiness, seconds (10 to 40 on an idle core, minutes for a large model)."""
+    """Longest time from starting an engine to its readiness, seconds (8 to 40 for a tiny model on its own core)."""
     silence_timeout_s: float = 120.0
     """An engine that owes an answer and says nothing for this many seconds is killed and reported."""
 
     def __post_init__(self):
-        for name in ("tp", "n", "max_new_tokens", "max_num_seqs", "max_num_batched_tokens", "cpu_threads"):
-            self._require(getattr(self, name) >= 1, name, "at least 1")
-        for name in ("kv_cache_gib", "start_timeout_s", "silence_timeout_s"):
-            self._require(getattr(self, name) > 0, name, "above 0")
-        self._require(0 <= self.temperature <= 2, "temperature", "0 (greedy) to 2")
-        self._require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
-        self._require(self.top_k >= 0, "top_k", "0 (off) or above")
-        self._require(self.block_tokens >= 32 and self.block_tokens % 32 == 0, "block_tokens", "a positive multiple of 32")
-
-    def _require(self, ok: bool, name: str, expected: str) -> None:
-        if not ok:
-            raise ValueError(f"--rollout.{name.replace('_', '-')} {getattr(self, name)}: expected {expected}")
+        whole = ("tp", "n", "max_new_tokens", "max_num_seqs", "max_num_batched_tokens", "cpu_threads")
+        rules = [(name, getattr(self, name) >= 1, "at least 1") for name in whole]
+        sizes = ("kv_cache_gib", "start_timeout_s", "silence_timeout_s")
+        rules += [(name, getattr(self, name) > 0, "above 0") for name in sizes]
+        rules += [
+            ("temperature", 0 <= self.temperature <= 2, "0 (greedy) to 2"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("top_k", self.top_k >= 0, "0 (off) or above"),
+            ("block_tokens", self.block_tokens > 0 and self.block_tokens % 32 == 0, "a positive multiple of 32"),
+        ]
+        for name, ok, expected in rules:
+            if not ok:
+                raise ValueError(f"--rollout.{name.replace('_', '-')} {getattr(self, name)}: expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -160,7 +166,7 @@ class Response:
     finish_reason: str  # stop, length or abort
     version: int  # of the published weights it was sampled from
     finished_ns: int  # time.monotonic_ns(), one clock for every process of a host
-    prompt_ids: list[int] = field(default_factory=list)  # [P] what the engine expanded the prompt to; [] if it never got there
+    prompt_ids: list[int] = field(default_factory=list)  # [P] the engine's expansion; [] if aborted before it
 
 
 class Interval(NamedTuple):
@@ -195,15 +201,15 @@ class EngineDied(RuntimeError):
     """An engine process ended or fell silent; the message says where and why, and shows the end of its log."""
 
 
-# ---- client: lives in the trainer rank that started the engine ---------------------------------------------------------------
+# ---- client: lives in the trainer rank that started the engine ------------------------------------------------------
 
 
 class EngineClient:
     """Starts an engine and drives it. The constructor returns at once; ready() waits.
 
-    Create it in a thread that lives as long as the trainer: the kernel ends the engine when that thread ends. Commands come from
-    one thread; stop() may come from any. Methods raise EngineDied once the engine is gone, and RuntimeError where it refuses a
-    command and stays usable.
+    Create it in a thread that lives as long as the trainer: the kernel ends the engine when that thread ends. Commands
+    come from one thread; stop() may come from any. Methods raise EngineDied once the engine is gone, and RuntimeError
+    where it refuses a command and stays usable.
     """
 
     def __init__(
@@ -215,7 +221,7 @@ class EngineClient:
         max_prompt_tokens: int,  # visual tokens included
         forbidden_ids: Sequence[int],  # never sampled
         run_dir: str | Path,  # for the log
-        processor_kwargs: dict[str, Any] | None = None,  # what the trainer's processor gets for every medium, if anything
+        processor_kwargs: dict[str, Any] | None = None,  # as the trainer's processor gets them for every medium
     ):
         if len(binding.handles) != config.tp:
             raise ValueError(f"rollout.tp {config.tp} needs as many arena handles, got {len(binding.handles)}")
@@ -247,14 +253,15 @@ class EngineClient:
 
     def ready(self) -> dict[str, Any]:
         """Wait until the engine can generate: {start_s, import_s, build_s, parameters, kv_bytes, kv_tokens}."""
-        limit = self._started + self.config.start_timeout_s
-        self._wait_until(lambda: self._ready is not None, lambda: limit, "was not ready in time (rollout.start_timeout_s)")
+        self._wait_until(lambda: self._ready is not None, self._started + self.config.start_timeout_s)
         self._phase = "idle"
         return self._ready
 
     def generate(self, requests: Sequence[Request]) -> None:
-        """Start generating and return at once; responses arrive through poll() and wait(). Ids must be new since the last wait()."""
+        """Start generating and return at once; responses arrive through poll() and wait(), which frees the ids."""
         ids = [request.id for request in requests]
+        if empty := [request.id for request in requests if request.n < 1]:
+            raise ValueError(f"generate(): requests {empty} ask for no response; n must be at least 1")
         if twice := sorted({i for i in ids if ids.count(i) > 1 or i in self._order}):
             raise ValueError(f"generate(): ids must differ from each other and from those not yet waited for: {twice}")
         self._order |= {name: len(self._order) + i for i, name in enumerate(ids)}
@@ -272,7 +279,7 @@ class EngineClient:
             return taken
 
     def wait(self) -> list[Response]:
-        """Wait until every generate() is finished; the responses that poll() has not returned, by request, then index."""
+        """Wait until every generate() is finished; what poll() has not returned, by request, then index."""
         self._wait_until(lambda: not self._open_calls)
         with self._changed:
             taken, self._responses = self._responses, []
@@ -296,7 +303,7 @@ class EngineClient:
             return taken
 
     def publish(self, version: int) -> None:
-        """The weights have changed: drop the engine's prefix, multimodal and encoder caches. Refused while requests run."""
+        """The weights have changed: drop the prefix, multimodal and encoder caches. Refused while requests run."""
         self._ask("publish", version)
 
     def release_kv(self) -> list[dict[str, int]]:
@@ -317,7 +324,7 @@ class EngineClient:
         return ids, torch.tensor(rows)
 
     def stop(self) -> None:
-        """End the engine and everything it started, politely first; returns when nothing is left. Safe from any thread."""
+        """End the engine and all it started, politely first; returns when nothing is left. Safe from any thread."""
         with self._funeral:
             self._stopped = True
             with contextlib.suppress(OSError):
@@ -335,8 +342,8 @@ class EngineClient:
 
     def _start(self, cores: list[list[int]]) -> None:
         ours, theirs = socket.socketpair()
-        # No send may block for ever on an engine that has stopped reading.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self.config.silence_timeout_s) + 1, 0))
+        limit = struct.pack("ll", int(self.config.silence_timeout_s) + 1, 0)  # seconds, microseconds
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)  # or an engine that stops reading blocks a send
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "wb") as log, theirs:
             self.process = subprocess.Popen(
@@ -353,13 +360,13 @@ class EngineClient:
         self._reader.start()
 
     def _reap(self, grace_s: float) -> int:
-        """Wait `grace_s` for the engine to exit, else kill it, and see its whole session gone; returns the exit code."""
+        """Wait `grace_s` for the engine to exit, else kill it, and see its session gone; returns the exit code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)
         if self.process.poll() is None:
             self.process.kill()
         code = self.process.wait(REAP_S)
-        # Workers get SIGKILL from the kernel with their parent; the resource tracker then removes shared memory and exits.
+        # Workers get SIGKILL with their parent; the resource tracker then removes shared memory and exits.
         deadline = time.monotonic() + REAP_S
         while (left := _session_members(self.process.pid)) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -374,9 +381,8 @@ class EngineClient:
             if self._stopped or self._died:
                 return
             code = self._reap(grace_s)
-            ago = time.monotonic() - self._last_heard
-            lines = [f"engine {self.engine} {what} in phase {self._phase!r}; exit code {code}; last message: {self._last_message}, "]
-            lines[0] += f"{ago:.1f} s before"
+            last = f"{self._last_message}, {time.monotonic() - self._last_heard:.1f} s before"
+            lines = [f"engine {self.engine} {what} in phase {self._phase!r}; exit code {code}; last message: {last}"]
             lines += [self._reason or "(it gave no reason)", f"last lines of {self.log_path}:"]
             lines += [f"  {line}" for line in self.log_path.read_text(errors="replace").splitlines()[-15:]]
             self._died = EngineDied("\n".join(lines))
@@ -440,17 +446,19 @@ class EngineClient:
             self._reader.join(3 * REAP_S)
         self._raise_if_gone()
 
-    def _wait_until(self, true: Callable[[], bool], limit: Callable[[], float] | None = None, what: str = "") -> None:
-        limit = limit or (lambda: self._last_heard + self.config.silence_timeout_s)
+    def _wait_until(self, true: Callable[[], bool], deadline: float | None = None) -> None:
+        """Wait for what the reader thread brings, to a deadline or else as long as the engine is heard of."""
         with self._changed:
             while not true():
                 self._raise_if_gone()
-                if (left := limit() - time.monotonic()) <= 0:
+                limit = deadline or self._last_heard + self.config.silence_timeout_s
+                if (left := limit - time.monotonic()) <= 0:
                     break
                 self._changed.wait(left)
             else:
                 return
-        self._die(what or "said nothing for too long (rollout.silence_timeout_s)", 0)
+        silent, late = "said nothing for too long (rollout.silence_timeout_s)", "was not ready in time"
+        self._die(f"{late} (rollout.start_timeout_s)" if deadline else silent, 0)
         self._raise_if_gone()
 
     def _raise_if_gone(self) -> None:
@@ -461,7 +469,7 @@ class EngineClient:
 
 
 def _plain(request: Request) -> Request:
-    """The request with its media as plain (kind, frames, fps), so that the engine need not import what defined them."""
+    """The request with its media as (kind, frames, fps), so that the engine need not import what defined them."""
     media = [(medium.kind, np.ascontiguousarray(medium.frames), float(medium.fps)) for medium in request.media]
     return replace(request, prompt_ids=list(request.prompt_ids), media=media)
 
@@ -475,18 +483,18 @@ def _cores(engine: int, config: RolloutConfig) -> list[list[int]]:
 
 
 def _environment(cores: list[list[int]]) -> dict[str, str]:
-    """The trainer's environment without what torchrun put there: an engine that sees it tries to join the trainer's group."""
+    """The trainer's environment without what torchrun put there: an engine that sees it may try to join its group."""
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "PET_", "OMP_NUM_THREADS")
     dropped += ("VLLM_CPU_KVCACHE_SPACE",)  # would override kv_cache_gib, in whole GiB
     environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     environment |= {
         "ROLLPLEX_PARENT": str(os.getpid()),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in the engine process: one process less to start and to reap
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in the engine process: one less to start and reap
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # The model runs eagerly, yet vLLM would compile a helper of its sampler: 10 s of every start (30 s the first time).
+        # The model runs eagerly, yet vLLM would compile a helper of its sampler: 10 s of every start, 30 of the first.
         "TORCHDYNAMO_DISABLE": "1",
     }
     if cores:
@@ -506,7 +514,7 @@ def _session_members(session: int) -> list[int]:
     return members
 
 
-# ---- engine process ---------------------------------------------------------------------------------------------------------
+# ---- engine process --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -555,6 +563,7 @@ class Engine:
         if self.setup.cores:  # before vLLM's threads exist, so that they inherit it
             os.sched_setaffinity(0, {core for worker in self.setup.cores for core in worker})
             torch.set_num_threads(self.setup.config.cpu_threads)
+        _layout(asdict(self.setup.binding))  # what is wrong with it shows before the slow part
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -565,10 +574,10 @@ class Engine:
         workers = self._on_report()
         if outside := [name for worker in workers for name in worker["outside"]]:
             raise RuntimeError(f"{len(outside)} engine parameters lie outside the shared snapshot: {outside[:5]}")
-        ready = {name: len(workers[0][name]) if name == "parameters" else workers[0][name] for name in ("parameters", "kv_bytes")}
-        ready["kv_tokens"] = self.llm.vllm_config.cache_config.num_gpu_blocks * self.setup.config.block_tokens
         self.running = True
-        self._send("ready", ready | {"import_s": imported - started, "build_s": time.monotonic() - imported})
+        ready = dict(parameters=len(workers[0]["parameters"]), kv_bytes=workers[0]["kv_bytes"])
+        ready["kv_tokens"] = self.llm.vllm_config.cache_config.num_gpu_blocks * self.setup.config.block_tokens
+        self._send("ready", ready | dict(import_s=imported - started, build_s=time.monotonic() - imported))
 
     def run(self) -> None:
         """Serve until told to stop. Commands are taken between steps; an idle engine sleeps in the queue."""
@@ -582,7 +591,7 @@ class Engine:
         self.llm.engine_core.shutdown()
 
     def _busy(self) -> bool:
-        # The scheduler keeps a finished request for one more step; idle means that nothing of it is left in the workers.
+        # The scheduler keeps a finished request for one more step; idle means that the workers have forgotten it too.
         return bool(self.pending or self.children or self.scheduler.has_requests())
 
     def _read(self) -> None:
@@ -629,10 +638,10 @@ class Engine:
                 self._respond(_Child(call, request.id, index), "abort")
 
     def _on_publish(self, version: int) -> None:
-        """Drop all that depends on the weights: K and V in the prefix cache, vision features in the encoder cache.
+        """Drop what depends on the weights: K and V in the prefix cache, vision features in the encoder cache.
 
-        The multimodal caches hold preprocessed pixels, which do not depend on weights; _engine_args() switches them off, and they
-        are dropped here all the same, so that switching them on cannot become a fault.
+        The multimodal caches hold preprocessed pixels, which do not depend on weights; _engine_args() switches them
+        off, and they are dropped here all the same, so that switching them on cannot become a fault.
         """
         self._drop_prefix_cache()
         self.llm.reset_mm_cache()
@@ -642,7 +651,7 @@ class Engine:
     def _drop_prefix_cache(self) -> None:
         if self.children or self.pending:
             raise _Refused(f"{len(self.children) + len(self.pending)} requests are running; wait() or abort() first")
-        while self.scheduler.has_requests():  # the step after a finished one, in which the workers forget its requests
+        while self.scheduler.has_requests():  # one more step, in which the workers forget what has finished
             self._step()
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM holds KV blocks although no request runs")
@@ -702,7 +711,7 @@ class Engine:
         except ValueError as error:  # longer than the model's limit, a medium larger than max_num_batched_tokens, …
             raise _Refused(error) from error
         if (p := len(ready.prompt_token_ids)) > self.setup.max_prompt_tokens:
-            raise _Refused(f"the prompt has {p} tokens with its media, max_prompt_tokens is {self.setup.max_prompt_tokens}")
+            raise _Refused(f"the prompt has {p} tokens, media included; the limit is {self.setup.max_prompt_tokens}")
         return ready
 
     def _step(self) -> None:
@@ -730,7 +739,7 @@ class Engine:
             self._send("heartbeat")
 
     def _respond(self, child: _Child, reason: str) -> None:
-        assert len(child.logprobs) == len(child.token_ids), f"{len(child.logprobs)} logprobs, {len(child.token_ids)} tokens"
+        assert len(child.logprobs) == len(child.token_ids), "a token without its log-probability"
         self.stats.output_tokens += len(child.token_ids)
         finished_ns = time.monotonic_ns()
         what = child.request_id, child.index, child.token_ids, child.logprobs, reason, self.version, finished_ns
@@ -761,10 +770,10 @@ def _engine_args(setup: _Setup) -> dict[str, Any]:
         max_model_len=setup.max_prompt_tokens + config.max_new_tokens,
         tensor_parallel_size=config.tp,
         load_format="rollplex",
-        model_loader_extra_config=asdict(binding) | {"rollout_tp": config.tp},
+        model_loader_extra_config=asdict(binding),
         worker_extension_cls="rollout.EngineExtension",
         logprobs_mode="processed_logprobs",
-        kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),  # given, so that no memory is profiled beside a co-tenant
+        kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),  # so that nothing is profiled beside a co-tenant
         block_size=config.block_tokens,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -825,12 +834,22 @@ def _seed(request_seed: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-# ---- engine worker: the process that holds the model -------------------------------------------------------------------------
+# ---- engine worker: the process that holds the model -----------------------------------------------------------------
+
+
+def _layout(binding: dict[str, Any]) -> weights.Layout:
+    """The trainer's layout of a rollout rank's snapshot, from the fields of Binding. ValueError if the sizes differ."""
+    from transformers import AutoConfig
+
+    config, dtype = AutoConfig.from_pretrained(binding["model_dir"]), getattr(torch, binding["dtype"])
+    plan = weights.layout(config, binding["train_tp"], len(binding["handles"]), binding["qkv"], dtype)
+    if plan.nbytes != binding["nbytes"]:
+        raise ValueError(f"the trainer's snapshot has {binding['nbytes']} bytes, the engine's layout {plan.nbytes}")
+    return plan
 
 
 def _register_loader() -> None:
-    """Make load_format="rollplex" known to vLLM: map the snapshot of this tensor-parallel rank instead of loading weights."""
-    from transformers import AutoConfig
+    """Make load_format="rollplex" known to vLLM: map this rank's snapshot instead of loading weights."""
     from vllm.distributed import get_tensor_model_parallel_rank
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -841,13 +860,9 @@ def _register_loader() -> None:
             pass
 
         def load_weights(self, model, model_config) -> None:
-            extra = self.load_config.model_loader_extra_config
-            config, dtype = AutoConfig.from_pretrained(extra["model_dir"]), getattr(torch, extra["dtype"])
-            plan = weights.layout(config, extra["train_tp"], extra["rollout_tp"], extra["qkv"], dtype)
-            if plan.nbytes != extra["nbytes"]:
-                raise ValueError(f"the trainer's snapshot has {extra['nbytes']} bytes, the engine's layout {plan.nbytes}")
-            snapshot = memory.attach(extra["handles"][get_tensor_model_parallel_rank()], plan.nbytes)
-            weights.bind_engine(model, snapshot, plan)  # the parameters that vLLM had allocated lose their last reference
+            binding = self.load_config.model_loader_extra_config
+            snapshot = memory.attach(binding["handles"][get_tensor_model_parallel_rank()], binding["nbytes"])
+            weights.bind_engine(model, snapshot, _layout(binding))  # what vLLM had allocated loses its last reference
             model.rollplex_snapshot = snapshot
             _unlink_cpu_communicator()
 
@@ -874,63 +889,56 @@ class EngineExtension:
         model = self.model_runner.get_model()
         low, size = model.rollplex_snapshot.data_ptr(), model.rollplex_snapshot.numel()
         places = {name: (p.data_ptr(), p.numel() * p.element_size()) for name, p in model.named_parameters()}
-        inside = [name for name, (start, nbytes) in places.items() if nbytes and low <= start and start + nbytes <= low + size]
-        kv = _storages(self.model_runner.kv_caches)
+        ends = {name: (start, start + nbytes) for name, (start, nbytes) in places.items()}
         return {
             "pid": os.getpid(),
             "parameters": places,
             "snapshot": (low, size),
-            "outside": sorted(places.keys() - set(inside)),
-            "kv_bytes": sum(nbytes for _, nbytes in kv),
-            "kv_resident_bytes": sum(_resident_bytes(*region) for region in kv),
+            "outside": [name for name, (start, end) in ends.items() if not low <= start < end <= low + size],
+            "kv_bytes": sum(nbytes for _, nbytes in _whole_pages(self.model_runner.kv_caches)),
+            "kv_resident_bytes": _resident_bytes(self.model_runner.kv_caches),
             "rss_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE,
         }
 
     def rollplex_release_kv(self) -> dict[str, int]:
         """Give the pages of the KV cache back; it reads as zeros afterwards, at the same addresses."""
-        kv = _storages(self.model_runner.kv_caches)
-        before = sum(_resident_bytes(*region) for region in kv)
-        for region in kv:
-            _madvise_dontneed(*region)
-        after = sum(_resident_bytes(*region) for region in kv)
-        return {"kv_bytes": sum(nbytes for _, nbytes in kv), "resident_before": before, "resident_after": after}
+        before, pages = _resident_bytes(self.model_runner.kv_caches), _whole_pages(self.model_runner.kv_caches)
+        for first, nbytes in pages:
+            if _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED):
+                raise OSError(ctypes.get_errno(), f"madvise of {nbytes} bytes of KV cache failed")
+        after = _resident_bytes(self.model_runner.kv_caches)
+        return {"kv_bytes": sum(n for _, n in pages), "resident_before": before, "resident_after": after}
 
     def rollplex_restore_kv(self) -> dict[str, int]:
         """On a CPU the kernel supplies pages at the first write, so there is only something to report."""
-        kv = _storages(self.model_runner.kv_caches)
-        resident = sum(_resident_bytes(*region) for region in kv)
-        return {"kv_bytes": sum(nbytes for _, nbytes in kv), "resident_before": resident, "resident_after": resident}
+        resident, pages = _resident_bytes(self.model_runner.kv_caches), _whole_pages(self.model_runner.kv_caches)
+        return {"kv_bytes": sum(n for _, n in pages), "resident_before": resident, "resident_after": resident}
 
     def rollplex_positions(self, prompt_ids: list[int], mm_features: list) -> list[list[int]]:
         """M-RoPE positions [3, P] as the model runner computes them."""
         return self.model_runner.get_model().get_mrope_input_positions(prompt_ids, mm_features)[0].tolist()
 
 
-def _storages(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """(address, bytes) of each distinct storage behind `tensors`."""
+def _whole_pages(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """(address, bytes) of the pages completely inside each storage; those at its ends may hold others' bytes too."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        raise NotImplementedError("the KV cache of a GPU cannot be released or measured yet; only the CPU path is built")
-    return sorted({(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors})
+        raise NotImplementedError("a GPU's KV cache cannot be measured or released yet; only the CPU path is built")
+    page, regions = mmap.PAGESIZE, []
+    for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values():
+        first = memory.align(storage.data_ptr(), page)
+        regions.append((first, max(0, (storage.data_ptr() + storage.nbytes()) // page * page - first)))
+    return regions
 
 
-def _whole_pages(start: int, nbytes: int) -> tuple[int, int]:
-    """The pages that lie completely in a range; the partial ones at its ends may hold somebody else's bytes."""
-    first = memory.align(start, mmap.PAGESIZE)
-    return first, max(0, (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first)
-
-
-def _madvise_dontneed(start: int, nbytes: int) -> None:
-    first, length = _whole_pages(start, nbytes)
-    if _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED):
-        raise OSError(ctypes.get_errno(), f"madvise of {length} bytes of KV cache failed")
-
-
-def _resident_bytes(start: int, nbytes: int) -> int:
-    first, length = _whole_pages(start, nbytes)
-    pages = (ctypes.c_ubyte * (length // mmap.PAGESIZE))()
-    if _libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(length), pages):
-        raise OSError(ctypes.get_errno(), f"mincore of {length} bytes of KV cache failed")
-    return int((np.frombuffer(pages, dtype=np.uint8) & 1).sum()) * mmap.PAGESIZE
+def _resident_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Physical memory behind the whole pages of `tensors`, as the kernel counts it."""
+    resident = 0
+    for first, nbytes in _whole_pages(tensors):
+        state = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+        if _libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), state):
+            raise OSError(ctypes.get_errno(), f"mincore of {nbytes} bytes of KV cache failed")
+        resident += int((np.frombuffer(state, dtype=np.uint8) & 1).sum()) * mmap.PAGESIZE
+    return resident
 
 
 def _serve(fd: int) -> None:
@@ -939,13 +947,15 @@ def _serve(fd: int) -> None:
     try:
         engine.build()
         engine.run()
+        code = 0
     except Exception:
+        traceback.print_exc()
         engine.connection.send(("failed", traceback.format_exc()))
-        raise
-    os._exit(0)  # the interpreter's own clean-up would take seconds and have nothing left to do
+        code = 1
+    os._exit(code)  # the interpreter's own clean-up would take seconds, and the kernel ends the workers
 
 
-# ---- demonstration ----------------------------------------------------------------------------------------------------------
+# ---- demonstration ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -969,7 +979,7 @@ def _demo(args: _Demo) -> None:
         plan = weights.layout(config, 1, 1, "split", torch.float32)
         arena = memory.Arena({"snapshot": plan.nbytes})
         snapshot = weights.Snapshot(plan, 0, arena.acquire("snapshot"), None)
-        weights.init_random(snapshot, seed=0, std=config.text_config.initializer_range)
+        weights.init_random(snapshot, 0, config)
         binding = Binding(str(directory), (arena.handle("snapshot"),), plan.nbytes, 1, "split", "float32")
         frames = np.random.default_rng(0).integers(0, 255, (args.frames, 112, 112, 3), dtype=np.uint8)
         clip = SimpleNamespace(kind="video", frames=frames, fps=2.0)
@@ -980,13 +990,16 @@ def _demo(args: _Demo) -> None:
         ) as client:
             print("engine ready:", {name: round(value, 1) for name, value in client.ready().items()})
             start_ns = time.monotonic_ns()
-            client.generate([Request(f"prompt{i}", prompt, [clip], args.rollout.n, seed=i) for i in range(args.prompts)])
+            client.generate(
+                [Request(f"prompt{i}", prompt, [clip], args.rollout.n, seed=i) for i in range(args.prompts)]
+            )
             responses, stats = client.wait(), client.take_stats()
             seconds = (time.monotonic_ns() - start_ns) / 1e9
             first_s = (min(response.finished_ns for response in responses) - start_ns) / 1e9
-            print(f"{len(responses)} responses to prompts of {len(responses[0].prompt_ids)} tokens, the first after {first_s:.2f} s")
-            print(f"{stats.output_tokens / seconds:.0f} tokens/s over {seconds:.2f} s, {stats.cached_tokens / stats.prompt_tokens:.0%} "
-                  "of the prompt tokens from blocks shared in their group")
+            shared = stats.cached_tokens / stats.prompt_tokens
+            print(f"{len(responses)} responses to {len(responses[0].prompt_ids)}-token prompts in {seconds:.2f} s:")
+            print(f"the first after {first_s:.2f} s, {stats.output_tokens / seconds:.0f} tokens/s")
+            print(f"{shared:.0%} of the prompt tokens came from KV blocks shared in their group")
 
 
 def main() -> None:

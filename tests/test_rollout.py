@@ -1,6 +1,7 @@
-"""rollout.py with a real engine: one copy of the weights, one policy with the trainer, stale caches, reproducibility, clean ends."""
+"""rollout.py with a real engine: one copy of the weights, the trainer's policy, caches, reproducibility, clean ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from rollout import Binding, EngineClient, EngineDied, Request, RolloutConfig
 # B prompts, N responses per prompt, P prompt tokens, S response tokens, V vocabulary.
 CONFIG = RolloutConfig(n=16, max_new_tokens=24, max_num_seqs=8, kv_cache_gib=1 / 32, silence_timeout_s=60)
 MAX_PROMPT = 160
-TORCHRUN = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="localhost", MASTER_PORT="1", OMP_NUM_THREADS="1")
+TORCHRUN = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="x", OMP_NUM_THREADS="1")
 QUESTION = "<|im_start|>user\n{}Which color is it?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -33,27 +34,38 @@ class Policy:
     def __init__(self, root: Path):
         self.model_dir = models.make_model_dir("tiny", root)
         self.config = models.load_config(str(self.model_dir))
-        self.plan = weights.layout(self.config, 1, 1, "split", torch.float32)
-        self.arena = memory.Arena({"snapshot": self.plan.nbytes})
+        self.plan, self.binding, (self.arena,) = self.share(1)
         self.bytes = self.arena.acquire("snapshot")
-        weights.init_random(weights.Snapshot(self.plan, 0, self.bytes, None), seed=3, std=0.08)
         self.views = weights.engine_views(self.bytes, self.plan)
-        handle = self.arena.handle("snapshot")
-        self.binding = Binding(str(self.model_dir), (handle,), self.plan.nbytes, 1, "split", "float32")
         self.processor = AutoProcessor.from_pretrained(self.model_dir)
 
+    def share(self, tp: int) -> tuple[weights.Layout, Binding, list[memory.Arena]]:
+        """The same initial weights, laid out for engines of `tp` workers, each with its own arena."""
+        plan = weights.layout(self.config, tp, tp, "split", torch.float32)
+        arenas = [memory.Arena({"snapshot": plan.nbytes}) for _ in range(tp)]
+        for rank, arena in enumerate(arenas):
+            weights.init_random(weights.Snapshot(plan, rank, arena.acquire("snapshot"), None), 3, self.config)
+        handles = tuple(arena.handle("snapshot") for arena in arenas)
+        return plan, Binding(str(self.model_dir), handles, plan.nbytes, tp, "split", "float32"), arenas
+
     def prompt(self, text: str, frames: np.ndarray | None = None, fps: float = 2.0) -> SimpleNamespace:
-        """A prompt for both sides; transformers' processor expands it and makes the pixels. frames [T, H, W, 3] uint8."""
+        """A prompt for both sides, expanded by transformers' processor. frames [T, H, W, 3] uint8."""
         tokens, media, inputs = self.processor.tokenizer(text)["input_ids"], [], {}
         if frames is not None:
             kind = "video" if len(frames) > 1 else "image"
             media = [SimpleNamespace(kind=kind, frames=frames, fps=fps)]
             about = dict(fps=fps, total_num_frames=len(frames), frames_indices=list(range(len(frames))))
-            inputs = dict(videos=[frames], video_metadata=[about], do_sample_frames=False) if kind == "video" else dict(images=list(frames))
+            inputs = (
+                dict(videos=[frames], video_metadata=[about], do_sample_frames=False)
+                if kind == "video"
+                else dict(images=list(frames))
+            )
         made = dict(self.processor(text=[text], return_tensors="pt", **inputs))
         grid = made.get("video_grid_thw", made.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64)))
         seconds = [2 / fps] if frames is not None else []
-        return SimpleNamespace(ids=tokens, media=media, made=made, grid=grid, seconds=seconds, expanded=made["input_ids"][0].tolist())
+        return SimpleNamespace(
+            ids=tokens, media=media, made=made, grid=grid, seconds=seconds, expanded=made["input_ids"][0].tolist()
+        )
 
     def positions(self, prompt, length: int) -> torch.Tensor:
         """[3, P + S] for a prompt followed by text, from model.py's rule."""
@@ -63,19 +75,25 @@ class Policy:
 
     @torch.no_grad()
     def logprobs(self, prompt, tokens: list[int], temperature: float) -> torch.Tensor:
-        """transformers' log-probabilities [S] of a response with the arena's present weights, given positions and bias."""
+        """transformers' log-probabilities [S] of a response, by the arena's present weights, with given positions."""
         model = Qwen2_5_VLForConditionalGeneration(self.config).float().eval()
         values = {}
         for slot in self.plan.slots:
             tensor = slot.tensor(self.bytes, torch.float32)
             name = slot.logical.hf.removeprefix("model.")
-            name = name if name == "lm_head.weight" else f"model.{'' if name.startswith('visual') else 'language_model.'}{name}"
+            name = (
+                name
+                if name == "lm_head.weight"
+                else f"model.{'' if name.startswith('visual') else 'language_model.'}{name}"
+            )
             values[name] = tensor.t() if slot.logical.axis == 1 else tensor
         model.load_state_dict(values)
         ids = torch.tensor([prompt.expanded + tokens])
         pixels = {k: v for k, v in prompt.made.items() if "pixel" in k or "grid_thw" in k}
         pos = self.positions(prompt, ids.shape[1])[:, None]  # [3, 1, P + S]
-        logits = model(input_ids=ids, position_ids=pos, use_cache=False, **pixels).logits[0, len(prompt.expanded) - 1 : -1]
+        logits = model(input_ids=ids, position_ids=pos, use_cache=False, **pixels).logits[
+            0, len(prompt.expanded) - 1 : -1
+        ]
         logits[:, models.forbidden_ids(self.config)] += models.FORBIDDEN_BIAS
         return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
@@ -97,7 +115,9 @@ def engine(policy, tmp_path_factory):
     try:
         forbidden = models.forbidden_ids(policy.config)
         run_dir = tmp_path_factory.mktemp("run")
-        client = EngineClient(CONFIG, policy.binding, engine=0, max_prompt_tokens=MAX_PROMPT, forbidden_ids=forbidden, run_dir=run_dir)
+        client = EngineClient(
+            CONFIG, policy.binding, engine=0, max_prompt_tokens=MAX_PROMPT, forbidden_ids=forbidden, run_dir=run_dir
+        )
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -129,7 +149,7 @@ def greedy(engine, prompt, name: str = "greedy"):
     return response
 
 
-# ---- one copy ----------------------------------------------------------------------------------------------------------------
+# ---- one copy --------------------------------------------------------------------------------------------------------
 
 
 def test_every_parameter_lies_in_the_snapshot(engine, policy):
@@ -142,11 +162,19 @@ def test_every_parameter_lies_in_the_snapshot(engine, policy):
         assert (start - low, nbytes) == (here.data_ptr() - policy.bytes.data_ptr(), here.nbytes), name
 
 
+def test_the_trainers_environment_is_not_inherited(engine):
+    seen = Path(f"/proc/{engine.process.pid}/environ").read_text().split("\0")
+    assert not {entry.partition("=")[0] for entry in seen} & TORCHRUN.keys()
+
+
 def test_a_write_is_seen_without_any_call(engine, policy):
     prompt = policy.prompt("Which?")  # shorter than a KV block, so nothing of it is cached
     first = greedy(engine, prompt)
     before = policy.bytes.clone()
-    for name in ("language_model.model.layers.1.mlp.down_proj.weight", "language_model.model.layers.0.self_attn.qkv_proj.weight"):
+    for name in (
+        "language_model.model.layers.1.mlp.down_proj.weight",
+        "language_model.model.layers.0.self_attn.qkv_proj.weight",
+    ):
         policy.views[name].neg_()
         changed = greedy(engine, prompt)
         assert changed.token_ids != first.token_ids, name
@@ -155,7 +183,7 @@ def test_a_write_is_seen_without_any_call(engine, policy):
         assert (restored.token_ids, restored.logprobs) == (first.token_ids, first.logprobs), name
 
 
-# ---- one policy --------------------------------------------------------------------------------------------------------------
+# ---- one policy ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -187,7 +215,10 @@ def test_positions_are_those_of_the_trainer_and_depend_on_the_rate(engine, polic
 def test_several_media_in_one_prompt(engine, policy):
     """Two clips of different rates and an image between them: each keeps its own metadata."""
     ids = policy.processor.tokenizer("<|video_pad|>and<|image_pad|>and<|video_pad|>?")["input_ids"]
-    media = [SimpleNamespace(kind=k, frames=clip(t, seed=t), fps=fps) for k, t, fps in (("video", 4, 0.5), ("image", 1, 1.0), ("video", 6, 2.0))]
+    media = [
+        SimpleNamespace(kind=k, frames=clip(t, seed=t), fps=fps)
+        for k, t, fps in (("video", 4, 0.5), ("image", 1, 1.0), ("video", 6, 2.0))
+    ]
     request = Request("several", ids, media, 1, seed=0)
     expanded, positions = engine.positions(request)
     grid = [[(len(m.frames) + 1) // 2, 4, 4] for m in media]
@@ -211,15 +242,19 @@ def test_the_end_token_stops_a_response(engine, policy):
     responses = generate(engine, *(Request(str(i), prompt.ids, [], 16, seed=i) for i in range(12)))
     stopped = [response for response in responses if response.finish_reason == "stop"]
     assert 2 <= len(stopped) <= 40  # expected 11.7 of 192
-    assert all(r.token_ids[-1] == end and end not in r.token_ids[:-1] and len(r.logprobs) == len(r.token_ids) for r in stopped)
-    assert all(r.finish_reason == "length" and len(r.token_ids) == CONFIG.max_new_tokens for r in responses if r not in stopped)
+    assert all(
+        r.token_ids[-1] == end and end not in r.token_ids[:-1] and len(r.logprobs) == len(r.token_ids) for r in stopped
+    )
+    assert all(
+        r.finish_reason == "length" and len(r.token_ids) == CONFIG.max_new_tokens for r in responses if r not in stopped
+    )
 
 
-# ---- caches ------------------------------------------------------------------------------------------------------------------
+# ---- caches ----------------------------------------------------------------------------------------------------------
 
 
 def test_publish_drops_encoder_features(engine, policy):
-    """Without publish() the engine answers from vision features of the old weights; with it, from those of the new ones."""
+    """Without publish() the engine answers from vision features of the old weights, with it from new ones."""
     prompt = policy.prompt("<|vision_start|><|video_pad|><|vision_end|>?", clip(2))
     assert len(prompt.expanded) < CONFIG.block_tokens  # no full block, so only the encoder cache can be stale
     old = greedy(engine, prompt)
@@ -233,7 +268,9 @@ def test_publish_drops_encoder_features(engine, policy):
     assert new.version == 1
     expected = policy.logprobs(prompt, new.token_ids, 1.0)
     assert (torch.tensor(new.logprobs) - expected).abs().max() <= 1e-4
-    assert (policy.logprobs(prompt, old.token_ids, 1.0) - torch.tensor(old.logprobs)).abs().max() > 1e-2  # they do differ
+    assert (
+        policy.logprobs(prompt, old.token_ids, 1.0) - torch.tensor(old.logprobs)
+    ).abs().max() > 1e-2  # they do differ
 
 
 def test_publish_drops_the_prefix_cache(engine, policy):
@@ -249,7 +286,7 @@ def test_publish_drops_the_prefix_cache(engine, policy):
         assert (gap <= 1e-4) == fresh, f"after publish: {publish}, gap {gap}"
 
 
-# ---- generation --------------------------------------------------------------------------------------------------------------
+# ---- generation ------------------------------------------------------------------------------------------------------
 
 
 def test_seeds_reproduce(engine, policy):
@@ -268,26 +305,40 @@ def test_seeds_reproduce(engine, policy):
     assert not {tuple(r.token_ids) for r in other} & {tuple(r.token_ids) for r in first}
 
 
-def test_responses_stream_and_share_their_prompt(engine, policy):
+def test_responses_stream(engine, policy):
+    prompt = policy.prompt("Which?")
+    engine.generate([Request(str(i), prompt.ids, [], 16, seed=i) for i in range(20)])  # 8 at once (max_num_seqs)
+    arrived = []
+    while not arrived:
+        time.sleep(0.001)
+        arrived += engine.poll()
+    assert len(arrived) < 320
+    rest = engine.wait()
+    order = [(int(r.request_id), r.index) for r in rest]
+    assert order == sorted(order)
+    assert sorted(order + [(int(r.request_id), r.index) for r in arrived]) == [
+        (i, j) for i in range(20) for j in range(16)
+    ]
+    first = [r.finished_ns for r in arrived + rest if r.request_id == "0"]  # sent before its group was complete
+    assert max(first) - min(first) > 2e6
+
+
+def test_a_group_shares_its_prompt_and_the_timeline_shows_it(engine, policy):
     prompt = policy.prompt(QUESTION.format("<|vision_start|><|video_pad|><|vision_end|>"), clip(16))
     engine.take_stats()
     start_ns = time.monotonic_ns()
-    engine.generate([Request("group", prompt.ids, prompt.media, 16, seed=0)])  # 8 at once (max_num_seqs), then the other 8
-    arrived = []
-    while not arrived:
-        arrived += engine.poll()
-    assert len(arrived) < 16
-    rest = engine.wait()
-    assert sorted(r.index for r in arrived + rest) == list(range(16)) and rest == sorted(rest, key=lambda r: r.index)
+    responses = generate(engine, Request("group", prompt.ids, prompt.media, 16, seed=0))
     stats = engine.take_stats()
     assert stats.prompt_tokens == 16 * len(prompt.expanded)
     shared = len(prompt.expanded) // CONFIG.block_tokens * CONFIG.block_tokens
     assert stats.cached_tokens == 15 * shared > 0  # one prefill for the group
     kinds = [work.kind for work in stats.timeline]
-    assert kinds[0] == "preprocess" and {"prefill", "decode"} <= set(kinds) and len(kinds) < 20
+    assert kinds[0] == "preprocess" and {"prefill", "decode"} <= set(kinds) and len(kinds) < 40
     edges = [edge for work in stats.timeline for edge in (work.start_ns, work.end_ns)]
     assert edges == sorted(edges) and start_ns < edges[0] and edges[-1] < time.monotonic_ns()
-    assert sum(work.tokens for work in stats.timeline) == stats.output_tokens == sum(len(r.token_ids) for r in arrived + rest)
+    assert (
+        sum(work.tokens for work in stats.timeline) == stats.output_tokens == sum(len(r.token_ids) for r in responses)
+    )
 
 
 def test_abort_returns_partial_responses(engine, policy):
@@ -303,17 +354,21 @@ def test_abort_returns_partial_responses(engine, policy):
     aborted = [r for r in responses if r.finish_reason == "abort"]
     assert any(0 < len(r.token_ids) < CONFIG.max_new_tokens for r in aborted) and len(aborted) > 100
     assert all(len(r.logprobs) == len(r.token_ids) for r in responses)
-    full = generate(engine, *requests[:1])  # the engine goes on, and a partial response is the beginning of the whole one
+    full = generate(
+        engine, *requests[:1]
+    )  # the engine goes on, and a partial response is the beginning of the whole one
     for partial in (r for r in aborted if r.request_id == "0"):
         assert partial.token_ids == full[partial.index].token_ids[: len(partial.token_ids)]
 
 
 def test_refusals_leave_the_engine_usable(engine, policy):
     text = policy.prompt("Which?")
-    with pytest.raises(RuntimeError, match="max_prompt_tokens is 160"):
+    with pytest.raises(RuntimeError, match="the limit is 160"):
         generate(engine, Request("long", [9] * (MAX_PROMPT + 1), [], 2, seed=0))
     with pytest.raises(RuntimeError, match="refused a request: lost"):
         generate(engine, Request("lost", text.ids, [SimpleNamespace(kind="video", frames=clip(4), fps=2.0)], 2, seed=0))
+    with pytest.raises(ValueError, match="n must be at least 1"):
+        engine.generate([Request("none", text.ids, [], 0, seed=0)])
     engine.generate([Request(str(i), text.ids, [], 16, seed=i) for i in range(20)])
     with pytest.raises(RuntimeError, match=r"refused publish: \d+ requests are running"):
         engine.publish(1)
@@ -339,12 +394,19 @@ def test_kv_release_gives_memory_back(engine, policy):
     assert (again.token_ids, again.logprobs) == (before.token_ids, before.logprobs)
 
 
-# ---- ends --------------------------------------------------------------------------------------------------------------------
+# ---- ends ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("n", 0), ("temperature", 5.0), ("top_p", 0.0), ("kv_cache_gib", 0.0), ("block_tokens", 48), ("silence_timeout_s", 0.0)],
+    [
+        ("n", 0),
+        ("temperature", 5.0),
+        ("top_p", 0.0),
+        ("kv_cache_gib", 0.0),
+        ("block_tokens", 48),
+        ("silence_timeout_s", 0.0),
+    ],
 )
 def test_config_errors_name_the_field(field, value):
     with pytest.raises(ValueError, match=f"--rollout.{field.replace('_', '-')}"):
@@ -366,8 +428,8 @@ def test_a_killed_trainer_takes_its_engine_along(policy, tmp_path, frozen):
     """SIGKILL while the engine is starting; frozen, it cannot notice by itself that its socket was closed."""
     source = (
         "import sys, time, rollout\n"
-        f"client = rollout.EngineClient(rollout.RolloutConfig(), rollout.{policy.binding!r}, engine=1, max_prompt_tokens=64,"
-        f" forbidden_ids=[], run_dir={str(tmp_path)!r})\n"
+        f"client = rollout.EngineClient(rollout.RolloutConfig(), rollout.{policy.binding!r}, engine=1,"
+        f" max_prompt_tokens=64, forbidden_ids=[], run_dir={str(tmp_path)!r})\n"
         "print(client.process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -403,8 +465,41 @@ def test_an_engine_that_cannot_start_says_why(policy, tmp_path):
     assert gone_within(client.process.pid, 0)
 
 
+def shared_memory(pid: int) -> set[str]:
+    """Names in /dev/shm that a process has mapped."""
+    return set(re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text()))
+
+
+def test_tensor_parallel_engine(engine, policy, tmp_path):
+    """Two worker processes: the answers of one, each parameter in its own rank's snapshot, nothing left of a crash."""
+    prompt = policy.prompt(QUESTION.format("<|vision_start|><|video_pad|><|vision_end|>"), clip(8))
+    single = greedy(engine, prompt)
+    plan, binding, arenas = policy.share(2)
+    config, forbidden = replace(CONFIG, tp=2), models.forbidden_ids(policy.config)
+    with EngineClient(
+        config, binding, engine=0, max_prompt_tokens=MAX_PROMPT, forbidden_ids=forbidden, run_dir=tmp_path
+    ) as client:
+        client.ready()
+        double = greedy(client, prompt)
+        assert double.token_ids == single.token_ids
+        assert np.abs(np.subtract(double.logprobs, single.logprobs)).max() < 1e-4
+        for worker in client.report():
+            assert worker["outside"] == [] and worker["snapshot"][1] == plan.nbytes
+        assert all(worker["resident_after"] == 0 for worker in client.release_kv())
+        members = rollout._session_members(client.process.pid)
+        names = set().union(*(shared_memory(pid) for pid in members))
+        client.restore_kv()
+        client.generate([Request(str(i), prompt.ids, prompt.media, 16, seed=i) for i in range(100)])
+        os.kill(client.report()[1]["pid"], signal.SIGKILL)
+        with pytest.raises(EngineDied, match="engine 0 ended in phase 'generate'"):
+            client.wait()
+        assert len(members) >= 3 and names and gone_within(client.process.pid, 0)
+        assert not [name for name in names if Path(name).exists()]
+    del arenas  # kept until here: they own the engine's weights
+
+
 def test_a_killed_engine_is_reported(engine, policy):  # the last test that uses the engine
-    shared = set(os.listdir("/dev/shm"))
+    names = shared_memory(engine.process.pid)
     prompt = policy.prompt("Which?")
     engine.generate([Request(str(i), prompt.ids, [], 16, seed=i) for i in range(200)])
     while not engine.poll():
@@ -417,6 +512,6 @@ def test_a_killed_engine_is_reported(engine, policy):  # the last test that uses
     text = str(error.value)
     assert "engine 0 ended in phase 'generate'; exit code -9; last message: " in text
     assert "engine0.log" in text and "Initializing a V1 LLM engine" in Path(engine.log_path).read_text()
-    assert gone_within(engine.process.pid, 0) and set(os.listdir("/dev/shm")) <= shared
+    assert gone_within(engine.process.pid, 0) and not [name for name in names if Path(name).exists()]
     with pytest.raises(EngineDied, match="engine 0 ended"):
         engine.publish(1)
