@@ -238,7 +238,7 @@ class EngineClient:
         self._ready: dict[str, Any] | None = None
         self._order: dict[str, int] = {}  # request id -> position, for the order of wait()
         self._calls, self._phase, self._started = 0, "start", time.monotonic()
-        self._funeral = threading.Lock()  # one thread at a time ends the engine
+        self._funeral = threading.RLock()  # one thread at a time ends the engine; reentrant for signal handlers
         self._died: EngineDied | None = None
         self._stopped = False
         cores = _cores(engine, config) if memory.device().type == "cpu" else []
@@ -331,6 +331,7 @@ class EngineClient:
                 self._connection.send(("stop",))
             self._reap(REAP_S)
         self._reader.join(REAP_S)
+        self._connection.close()
 
     def __enter__(self) -> "EngineClient":
         return self
@@ -575,9 +576,9 @@ class Engine:
         if outside := [name for worker in workers for name in worker["outside"]]:
             raise RuntimeError(f"{len(outside)} engine parameters lie outside the shared snapshot: {outside[:5]}")
         self.running = True
-        ready = dict(parameters=len(workers[0]["parameters"]), kv_bytes=workers[0]["kv_bytes"])
+        ready = {"parameters": len(workers[0]["parameters"]), "kv_bytes": workers[0]["kv_bytes"]}
         ready["kv_tokens"] = self.llm.vllm_config.cache_config.num_gpu_blocks * self.setup.config.block_tokens
-        self._send("ready", ready | dict(import_s=imported - started, build_s=time.monotonic() - imported))
+        self._send("ready", ready | {"import_s": imported - started, "build_s": time.monotonic() - imported})
 
     def run(self) -> None:
         """Serve until told to stop. Commands are taken between steps; an idle engine sleeps in the queue."""
@@ -764,29 +765,29 @@ class Engine:
 def _engine_args(setup: _Setup) -> dict[str, Any]:
     """vLLM's arguments, the same on a CPU and on a GPU."""
     config, binding = setup.config, setup.binding
-    return dict(
-        model=binding.model_dir,
-        dtype=binding.dtype,
-        max_model_len=setup.max_prompt_tokens + config.max_new_tokens,
-        tensor_parallel_size=config.tp,
-        load_format="rollplex",
-        model_loader_extra_config=asdict(binding),
-        worker_extension_cls="rollout.EngineExtension",
-        logprobs_mode="processed_logprobs",
-        kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30),  # so that nothing is profiled beside a co-tenant
-        block_size=config.block_tokens,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        enable_prefix_caching=True,  # lets a group's responses share the prompt
-        mm_processor_kwargs=setup.processor_kwargs or None,
+    return {
+        "model": binding.model_dir,
+        "dtype": binding.dtype,
+        "max_model_len": setup.max_prompt_tokens + config.max_new_tokens,
+        "tensor_parallel_size": config.tp,
+        "load_format": "rollplex",
+        "model_loader_extra_config": asdict(binding),
+        "worker_extension_cls": "rollout.EngineExtension",
+        "logprobs_mode": "processed_logprobs",
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),  # so that nothing is profiled beside a co-tenant
+        "block_size": config.block_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "enable_prefix_caching": True,  # lets a group's responses share the prompt
+        "mm_processor_kwargs": setup.processor_kwargs or None,
         # A group is preprocessed once anyway; and of two videos with one cached, the other would get its metadata.
-        mm_processor_cache_gb=0,
-        mm_encoder_tp_mode="data",  # the vision tower is replicated, as in the trainer
-        skip_mm_profiling=True,
-        enforce_eager=True,
-        disable_log_stats=True,
-        seed=0,
-    )
+        "mm_processor_cache_gb": 0,
+        "mm_encoder_tp_mode": "data",  # the vision tower is replicated, as in the trainer
+        "skip_mm_profiling": True,
+        "enforce_eager": True,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
 
 
 def _sampling_params(setup: _Setup, request: Request):
@@ -801,7 +802,7 @@ def _sampling_params(setup: _Setup, request: Request):
         top_k=config.top_k,
         seed=_seed(request.seed, 0),
         logprobs=0,  # of the sampled token alone
-        logit_bias={i: FORBIDDEN_BIAS for i in setup.forbidden_ids} or None,
+        logit_bias=dict.fromkeys(setup.forbidden_ids, FORBIDDEN_BIAS) or None,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
@@ -815,8 +816,8 @@ def _prompt(request: Request) -> dict[str, Any]:
     videos, metadata = [], []
     for kind, frames, fps in request.media:
         if kind == "video":
-            about = dict(fps=fps, total_num_frames=len(frames), frames_indices=list(range(len(frames))))
-            about |= dict(duration=len(frames) / fps, video_backend="rollplex")
+            about = {"fps": fps, "total_num_frames": len(frames), "frames_indices": list(range(len(frames)))}
+            about |= {"duration": len(frames) / fps, "video_backend": "rollplex"}
             metadata.append(about)
             videos.append((frames, about | {"do_sample_frames": False}))
     prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}

@@ -715,8 +715,8 @@ class Ends:
                 number = signal.Signals(os.read(self._read, 1)[0])
                 self.fail("interrupted" if number == signal.SIGINT else f"stopped by {number.name}", 128 + number)
             engine = self.trainer and self.trainer.engine
-            if engine and engine._died is not None:
-                self.fail(str(engine._died), 1)
+            if engine and engine.died is not None:
+                self.fail(str(engine.died), 1)
 
     def fail(self, reason: str, status: int) -> None:
         """Say why, unless another rank did; stop the engine; end the process. Safe from any thread."""

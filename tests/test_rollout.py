@@ -24,12 +24,12 @@ from rollout import Binding, EngineClient, EngineDied, Request, RolloutConfig
 # B prompts, N responses per prompt, P prompt tokens, S response tokens, V vocabulary.
 CONFIG = RolloutConfig(n=16, max_new_tokens=24, max_num_seqs=8, kv_cache_gib=1 / 32, silence_timeout_s=60)
 MAX_PROMPT = 160
-TORCHRUN = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="x", OMP_NUM_THREADS="1")
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "x", "OMP_NUM_THREADS": "1"}
 QUESTION = "<|im_start|>user\n{}Which color is it?<|im_end|>\n<|im_start|>assistant\n"
 
 
 class Policy:
-    """A tiny random model in an arena, as a trainer with train TP 1 owns it, and transformers' model with the same weights."""
+    """A tiny random model in an arena, as a trainer owns it, and transformers' model with the same weights."""
 
     def __init__(self, root: Path):
         self.model_dir = models.make_model_dir("tiny", root)
@@ -54,11 +54,11 @@ class Policy:
         if frames is not None:
             kind = "video" if len(frames) > 1 else "image"
             media = [SimpleNamespace(kind=kind, frames=frames, fps=fps)]
-            about = dict(fps=fps, total_num_frames=len(frames), frames_indices=list(range(len(frames))))
+            about = {"fps": fps, "total_num_frames": len(frames), "frames_indices": list(range(len(frames)))}
             inputs = (
-                dict(videos=[frames], video_metadata=[about], do_sample_frames=False)
+                {"videos": [frames], "video_metadata": [about], "do_sample_frames": False}
                 if kind == "video"
-                else dict(images=list(frames))
+                else {"images": list(frames)}
             )
         made = dict(self.processor(text=[text], return_tensors="pt", **inputs))
         grid = made.get("video_grid_thw", made.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64)))
@@ -435,8 +435,8 @@ def test_a_killed_trainer_takes_its_engine_along(policy, tmp_path, frozen):
     )
     environment = os.environ | {"PYTHONPATH": str(Path(rollout.__file__).parent)}
     trainer = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, env=environment)
+    pid = int(trainer.stdout.readline())
     try:
-        pid = int(trainer.stdout.readline())
         time.sleep(1 if frozen else 3)
         assert rollout._session_members(pid) == [pid]
         if frozen:
@@ -446,13 +446,15 @@ def test_a_killed_trainer_takes_its_engine_along(policy, tmp_path, frozen):
     finally:
         trainer.kill()
         trainer.wait()
+        for left in rollout._session_members(pid):  # only if the test fails
+            os.kill(left, signal.SIGKILL)
 
 
 def test_an_engine_that_does_not_get_ready_is_killed(policy, tmp_path):
     config = RolloutConfig(start_timeout_s=1.5)
     client = EngineClient(config, policy.binding, engine=2, max_prompt_tokens=64, forbidden_ids=[], run_dir=tmp_path)
     os.kill(client.process.pid, signal.SIGSTOP)
-    with pytest.raises(EngineDied, match="engine 2 was not ready in time.*phase 'start'; exit code -9"):
+    with pytest.raises(EngineDied, match=r"engine 2 was not ready in time.*phase 'start'; exit code -9"):
         client.ready()
     assert gone_within(client.process.pid, 0)
 
@@ -460,7 +462,7 @@ def test_an_engine_that_does_not_get_ready_is_killed(policy, tmp_path):
 def test_an_engine_that_cannot_start_says_why(policy, tmp_path):
     wrong = replace(policy.binding, nbytes=policy.plan.nbytes - 4096)
     client = EngineClient(CONFIG, wrong, engine=3, max_prompt_tokens=64, forbidden_ids=[], run_dir=tmp_path)
-    with pytest.raises(EngineDied, match="exit code 1(.|\n)*the trainer's snapshot has"):
+    with pytest.raises(EngineDied, match=r"exit code 1(.|\n)*the trainer's snapshot has"):
         client.ready()
     assert gone_within(client.process.pid, 0)
 
