@@ -5,9 +5,9 @@
     model's chat template ──────┘   skipped, counted, logged  └ input_ids   placeholders repeated ────► trainer
 
 Sampling and sizes follow Qwen2.5-VL (see decode.py). Trainer and engine see the same pixels and count the same visual
-tokens. A sample that cannot be used (unreadable file, over-long prompt) is skipped, counted and logged, never cut. `Loader`
-walks an order that is a pure function of the position, so a resumed run continues exactly, and decodes ahead in worker
-processes.
+tokens. A sample that cannot be used (unreadable file, over-long prompt) is skipped, counted and logged, never cut.
+`Loader` walks an order that is a pure function of the position, so that a resumed run continues exactly, and decodes
+ahead in worker processes.
 
 Run:  python data.py                                    the built-in task: statistics page, a sample, the decode rate
       python data.py --path FILE --model DIR --answer '<answer>A</answer>'      the same of your dataset, and a reward
@@ -20,7 +20,6 @@ Shapes: T frames, H height, W width (pixels), P prompt tokens.
 """
 
 import collections
-import dataclasses
 import hashlib
 import json
 import math
@@ -42,7 +41,7 @@ from transformers import AutoProcessor
 
 from decode import FACTOR, TEMPORAL, BadSample, Limits, WorkerDied, Workers, decode
 from formats import KINDS, Row, make_synthetic, progress, read_rows
-from reward import reward
+from reward import check_solution, reward
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -55,13 +54,13 @@ class DataConfig:
     format: Literal["auto", "video-r1", "clevrer", "perception-test", "llava-video", "star", "text"] = "auto"
     """How the files are laid out; auto recognises each from its fields. text: questions without media (MATH, GSM8K)."""
     media_root: str = ""
-    """Folder of the images and videos, searched below when names in the file do not fit. Empty: the dataset file's own."""
+    """Folder of the images and videos, searched below when names in the file do not fit. Empty: the dataset file's."""
     weights: tuple[float, ...] = ()
     """With several files, the share of samples that each gives, in their order, scaled to 1. Empty: by their sizes."""
     eval_path: str = ""
     """Dataset file (or several) to evaluate on, same formats."""
     eval_fraction: float = 0.0
-    """Without eval_path: share of the rows kept for evaluation, all questions on one clip on the same side; 0 to 0.9."""
+    """Without eval_path: share of the rows kept for evaluation, a clip's questions all on one side; 0 to 0.9."""
     fps: float = 4.0
     """Frames sampled per second of video (Qwen2.5-VL's own default is 2). The rate really reached, after the limits
     below, goes into the positions."""
@@ -72,22 +71,23 @@ class DataConfig:
     min_pixels: int = 4 * 28 * 28
     """Fewest pixels of a frame; smaller ones are enlarged. The model's processor may demand more."""
     max_pixels: int = 128 * 28 * 28
-    """Most pixels of a frame: 28 * 28 pixels of two frames make one visual token. The model's processor may allow less."""
+    """Most pixels of a frame; 28 * 28 of two frames make a visual token. The model's processor may allow less."""
     total_pixels: int = 115_200 * 28 * 28
     """Most pixels of a whole clip, counting two frames as one (as visual tokens do). Takes effect below max_pixels a
     frame, down to 1.05 * min_pixels."""
     max_prompt_tokens: int = 4096
     """Longest prompt, visual tokens included. A longer one is dropped and counted, never truncated."""
     instruction: Literal["short", "video-r1"] = "short"
-    """What the prompt asks for. short: only <answer>…</answer>. video-r1: reasoning in <think>…</think>, then the answer."""
+    """What the prompt asks for. short: only <answer>…</answer>. video-r1: <think>…</think> with reasoning before it."""
     workers: int = 1
     """Decoder processes of each trainer rank; 0 decodes in the trainer itself."""
     decode_timeout_s: float = 60.0
-    """Seconds after which a file that is still being decoded counts as bad (its worker is ended). Unused with 0 workers."""
+    """Seconds after which a file still being decoded counts as bad (its worker is ended). Unused with 0 workers."""
     cache_gib: float = 0.0
-    """Keep decoded clips on disk up to this size in GiB (shared by all ranks of a host; least recently used go first). 0: off."""
+    """Keep decoded clips on disk up to this size in GiB, shared by a host's ranks; least recently used go. 0: off."""
     max_bad_fraction: float = 0.2
-    """The run stops when more than this share of the samples met so far (at least 20) could not be used; 0 to 1."""
+    """The run stops when more than this share of the samples met so far (at least 20) could not be used, and does not
+    start when more than this share of a file's entries is malformed; 0 to 1."""
     seed: int = 0
     """Seed of the order of the samples, of the split for evaluation and of the built-in task."""
     synthetic_clips: int = 512
@@ -111,6 +111,7 @@ class DataConfig:
         _require(self.max_pixels >= FACTOR**2, "max-pixels", self.max_pixels, "28 * 28 is the smallest frame")
         _require(0 <= self.max_bad_fraction <= 1, "max-bad-fraction", self.max_bad_fraction, "give a share from 0 to 1")
         _require(self.workers >= 0, "workers", self.workers, "0 decodes in the trainer itself")
+        _require(self.decode_timeout_s > 0, "decode-timeout-s", self.decode_timeout_s, "give seconds above 0")
         _require(self.cache_gib >= 0, "cache-gib", self.cache_gib, "0 keeps nothing")
         _require(0 <= self.eval_fraction <= 0.9, "eval-fraction", self.eval_fraction, "give a share from 0 to 0.9")
         both = self.eval_path and self.eval_fraction
@@ -160,16 +161,16 @@ class Sample:
 
     @property
     def pixel_values(self) -> torch.Tensor | None:
-        """[patches of all media, 1176] float32 on the CPU, bit-equal to transformers' processor. Computed at each access
-        (it is eight times the frames' bytes for an image, four for a video): keep it while it is needed."""
+        """[patches of all media, 1176] float32 on the CPU, bit-equal to transformers' processor. Computed at each
+        access (it is eight times the frames' bytes for an image, four for a video): keep it while it is needed."""
         return torch.cat([_patchify(m.frames) for m in self.media]) if self.media else None
 
 
 class Dataset:
     """Rows of `config.path` (or of the built-in task, written under `root` when it is not there yet).
 
-    len(dataset), dataset[i] -> Sample (raises BadSample), order(position) -> row. split "eval" holds what config keeps for
-    evaluation. `model_dir` gives tokenizer, chat template and the processor's pixel bounds; no weights are read.
+    len(dataset), dataset[i] -> Sample (raises BadSample), order(position) -> row. split "eval" holds what config keeps
+    for evaluation. `model_dir` gives tokenizer, chat template and the processor's pixel bounds; no weights are read.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class Dataset:
         self._placeholder = {"image": self.processor.image_token_id, "video": self.processor.video_token_id}
         self._limits = {kind: self._frame_limits(kind) for kind in ("image", "video")}
         self._cache = (str(Path(root) / "clips"), int(config.cache_gib * 2**30)) if config.cache_gib else ()
+        self._weights = config.weights if split == "train" else ()
         self._orders: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -212,8 +214,8 @@ class Dataset:
     def order(self, position: int) -> int:
         """The row at a position of the endless shuffled walk. Pure.
 
-        An epoch has as many positions as there are rows. Each file fills its share of them from its own endless sequence
-        of permutations, so without weights every row comes once an epoch.
+        An epoch has as many positions as there are rows. Each file fills its share of them from its own endless
+        sequence of permutations, so without weights every row comes once an epoch.
         """
         epoch, offset = divmod(position, len(self))
         if epoch not in self._orders:
@@ -223,7 +225,7 @@ class Dataset:
 
     def _epoch(self, epoch: int) -> np.ndarray:
         sizes = [len(members) for members in self._members]
-        shares = np.array(self.config.weights if len(self.config.weights) == len(sizes) else sizes, dtype=float)
+        shares = np.array(self._weights or sizes, dtype=float)
         ends = np.round(np.cumsum(shares) / shares.sum() * len(self)).astype(int)
         drawn = []
         for file, (members, quota) in enumerate(zip(self._members, np.diff(ends, prepend=0), strict=True)):
@@ -238,10 +240,14 @@ class Dataset:
         return [(clip, self._limits[clip.kind], *self._cache) for clip in self.rows[index].media]
 
     def assemble(self, index: int, decoded: list[tuple[np.ndarray, float]]) -> Sample:
-        """Tokenise the row's prompt around its decoded media. Visual tokens are counted before anything else is built."""
+        """Tokenise the row's prompt around its decoded media. Visual tokens are counted before anything is built."""
         row = self.rows[index]
         media = [Media(clip.kind, *found) for clip, found in zip(row.media, decoded, strict=True)]
         name = row.media[0].path if row.media else f"{self.name}, row {index}"
+        try:
+            check_solution(row)
+        except ValueError as error:
+            raise BadSample(name, str(error)) from None
         prompt_ids = self._tokenize(row, name)
         counts = [math.prod(m.grid) // 4 for m in media]
         length = len(prompt_ids) - len(media) + sum(counts)
@@ -303,8 +309,8 @@ class Loader:
 
         samples, position = loader.batch(position, n)
 
-    Several ranks share the decoding: rank r of `world` decodes every world-th missing slot, everybody gathers all pieces,
-    and all ranks then see the same good and bad slots and take the same samples:
+    Several ranks share the decoding: rank r of `world` decodes every world-th missing slot, everybody gathers all
+    pieces, and all ranks then see the same good and bad slots and take the same samples:
 
         have = {}                                        # position -> Sample | BadSample
         while slots := loader.missing(have, position, n):
@@ -407,8 +413,8 @@ class Loader:
         if self.seen >= self.MIN_SEEN and self.bad > limit * self.seen:
             where = f"all are listed in {self.log}" if self.log else "python data.py --check lists them"
             raise ValueError(
-                f"{self.bad} of {self.seen} samples of {self.dataset.name} could not be used, over --data.max-bad-fraction "
-                f"{limit}; the last was {last}; {where}"
+                f"{self.bad} of {self.seen} samples of {self.dataset.name} could not be used, over "
+                f"--data.max-bad-fraction {limit}; the last was {last}; {where}"
             )
 
 
@@ -426,8 +432,8 @@ def instruction_for(problem_type: str, style: str) -> str:
     if style == "short":
         return f"Give {wanted} in <answer></answer>."
     return (
-        "Work through the question step by step between <think> and </think>, questioning and checking your own reasoning "
-        f"as you go. Then give {wanted}, and nothing else, between <answer> and </answer>."
+        "Work through the question step by step between <think> and </think>, questioning and checking your own "
+        f"reasoning as you go. Then give {wanted}, and nothing else, between <answer> and </answer>."
     )
 
 
@@ -439,7 +445,7 @@ def _kept_for_eval(row: Row, config: DataConfig) -> bool:
 
 
 def _patchify(frames: np.ndarray) -> torch.Tensor:
-    """[T, H, W, 3] uint8 -> [t*h*w, 1176] float32: normalised patches in the order in which 2 x 2 of them are merged."""
+    """[T, H, W, 3] uint8 -> [t*h*w, 1176] float32: normalised patches, those merged later (2 x 2) one after another."""
     x = torch.from_numpy(frames).permute(0, 3, 1, 2).float()  # (T, 3, H, W)
     mean, std = (torch.tensor(v).mul(255.0).view(3, 1, 1) for v in (CLIP_MEAN, CLIP_STD))
     x = x.sub_(mean).div_(std)
@@ -507,13 +513,11 @@ class _Page:
 
 def check(dataset: Dataset, workers: int) -> list[BadSample]:
     """Try every row once; the unusable ones."""
-    config = dataclasses.replace(dataset.config, workers=workers)
     bad: list[BadSample] = []
-    pool = Workers(workers, config.decode_timeout_s)
+    pool = Workers(workers, dataset.config.decode_timeout_s)
     try:
         ahead: collections.deque[tuple[int, list[Future]]] = collections.deque()
-        indices = iter(progress(range(len(dataset)), "checking"))
-        for index in indices:
+        for index in progress(range(len(dataset)), "checking"):
             ahead.append((index, [pool.submit(decode, *job) for job in dataset.decode_jobs(index)]))
             if len(ahead) > 4 * workers:
                 bad += _try(dataset, *ahead.popleft())
@@ -560,33 +564,34 @@ def _draw_tokens(samples: list[Sample], response_tokens: int, path: Path) -> Non
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     by_source: dict[str, list[int]] = collections.defaultdict(list)
     for sample in samples:
         by_source[sample.source].append(len(sample.input_ids))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
     for source, lengths in sorted(by_source.items(), key=lambda item: -len(item[1]))[:10]:
-        prompt = np.sort(lengths)
-        share = np.arange(1, len(prompt) + 1) / len(prompt)
-        left.step(prompt + response_tokens, share, where="post", label=f"{source} ({len(prompt)})")
+        prompt = np.sort(lengths)[[0, *range(len(lengths))]]  # the shortest twice: the curve starts at 0
+        share = np.arange(len(prompt)) / len(lengths)
+        left.step(prompt + response_tokens, share, where="post", label=f"{source} ({len(lengths)})")
         right.step(prompt / (prompt + response_tokens), share, where="post")
-    left.set(
-        xscale="log", xlabel=f"tokens a sample (response: {response_tokens})", ylabel="share of samples", ylim=(0, 1.02)
-    )
+    lengths = [len(s.input_ids) + response_tokens for s in samples]
+    left.set(xscale="log" if max(lengths) > 8 * min(lengths) else "linear", ylabel="share of samples")
+    left.set(xlabel=f"tokens a sample, its response taken as {response_tokens}", ylim=(0, 1.02))
     right.set(xlabel="prompt fraction", xlim=(0, 1), ylim=(0, 1.02))
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    left.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=130)
+    pyplot.close(figure)
 
 
 def _draw_frames(sample: Sample, path: Path) -> None:
-    """All frames of the first medium side by side, eight a line."""
+    """All frames of the first medium, in time from left to right and down, on a sheet about as wide as high."""
     frames = list(sample.media[0].frames)
-    blank = np.full_like(frames[0], 255)
-    lines = [frames[i : i + 8] for i in range(0, len(frames), 8)]
-    width = len(lines[0])
-    sheet = np.concatenate([np.concatenate(line + [blank] * (width - len(line)), axis=1) for line in lines])
-    Image.fromarray(sheet).save(path)
+    height, width = frames[0].shape[:2]
+    columns = math.ceil(math.sqrt(len(frames) * height / width))
+    frames += [np.full_like(frames[0], 255)] * (-len(frames) % columns)
+    lines = [np.concatenate(frames[i : i + columns], axis=1) for i in range(0, len(frames), columns)]
+    Image.fromarray(np.concatenate(lines)).save(path)
 
 
 def _show(dataset: Dataset, page: _Page, out: Path) -> None:
@@ -597,36 +602,25 @@ def _show(dataset: Dataset, page: _Page, out: Path) -> None:
         print(f"{clip.path}: {medium.kind} {medium.frames.shape} uint8, {medium.fps:.3g} frames/s")
     print(dataset.prompt_text(dataset.rows[page.index]))
     print(f"{len(sample.input_ids)} prompt tokens, {visual} of them visual; grids {sample.grid_thw.tolist()}")
-    answers = (
-        [page.answer] if page.answer else [f"<answer>{sample.solution}</answer>", "<answer>?</answer>", sample.solution]
-    )
-    for text in answers:
+    examples = [f"<answer>{sample.solution}</answer>", "<answer>?</answer>", sample.solution]
+    for text in [page.answer] if page.answer else examples:
         print(f"reward of {text!r}: {reward(sample, text, True):g}")
     if sample.media:
         _draw_frames(sample, out / "frames.png")
         print(f"frames: {out / 'frames.png'}")
 
 
-def main() -> None:
-    import tyro
+def _print_check(dataset: Dataset) -> int:
+    bad = check(dataset, os.cpu_count() or 1)
+    for sample in bad:
+        print(sample)
+    for reason, count in Counter(_kind_of(b.reason) for b in bad).most_common():
+        print(f"{count:6} × {reason}")
+    print(f"{len(bad)} of {len(dataset)} samples cannot be used")
+    return 1 if bad else 0
 
-    page = tyro.cli(Annotated[_Page, tyro.conf.OmitArgPrefixes], description=_Page.__doc__)
-    model_dir = page.model
-    if not model_dir:
-        from model import make_model_dir
 
-        model_dir = make_model_dir("tiny", page.root)
-    dataset = Dataset(page.data, model_dir, page.root)
-    if dataset.skipped:
-        print("skipped: " + ", ".join(f"{n} × {reason}" for reason, n in dataset.skipped.most_common()))
-    if page.check:
-        bad = check(dataset, os.cpu_count() or 1)
-        for sample in bad:
-            print(sample)
-        for reason, count in Counter(_kind_of(b.reason) for b in bad).most_common():
-            print(f"{count:6} × {reason}")
-        print(f"{len(bad)} of {len(dataset)} samples cannot be used")
-        sys.exit(1 if bad else 0)
+def _print_page(dataset: Dataset, page: _Page) -> int:
     out = Path(page.out)
     out.mkdir(parents=True, exist_ok=True)
     with Loader(dataset) as loader:
@@ -644,7 +638,27 @@ def main() -> None:
         _draw_tokens(samples, page.response_tokens, out / "tokens.png")
         print(f"token distributions: {out / 'tokens.png'}")
     _show(dataset, page, out)
+    return 0
+
+
+def main() -> int:
+    import tyro
+
+    page = tyro.cli(Annotated[_Page, tyro.conf.OmitArgPrefixes], description=_Page.__doc__)
+    model_dir = page.model
+    if not model_dir:
+        from model import make_model_dir
+
+        model_dir = make_model_dir("tiny", page.root)
+    try:
+        dataset = Dataset(page.data, model_dir, page.root)
+        if dataset.skipped:
+            print("skipped: " + ", ".join(f"{n} × {reason}" for reason, n in dataset.skipped.most_common()))
+        return _print_check(dataset) if page.check else _print_page(dataset, page)
+    except (ValueError, BadSample) as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,14 +1,15 @@
 """Decode: one image or video file on disk to the frames that the model sees, in worker processes.
 
-    file ─► index: timestamps of all packets ─► choose frames ─► seek, decode, scale to RGB ─► [T, H, W, 3] uint8, real fps
-             (nothing decoded yet)               fps, even, ≤ F    multiples of 28, budgets      (or from the clip cache)
+    file ─► timestamps of all packets ─► choose frames ─► seek, decode, scale to RGB ─► [T, H, W, 3] uint8, fps
+            (nothing decoded yet)        fps, even, ≤ F   multiples of 28, budgets      (or from the clip cache)
 
-Sampling and sizes follow Qwen2.5-VL's rules. Sizes are fixed points of transformers' and vLLM's own resizing, so the frames
-made here reach both unchanged. Header fields of real files lie (rate, duration, frame count), so only packet timestamps are
-believed; headers serve to notice a file that breaks off. Whatever is wrong with a file ends in BadSample(path, reason).
+Sampling and sizes follow Qwen2.5-VL's rules. Sizes are fixed points of transformers' and vLLM's own resizing, so the
+frames made here reach both unchanged. Header fields of real files lie (rate, duration, frame count), so only packet
+timestamps are believed; headers serve to notice a file that breaks off. Whatever is wrong with a file ends in
+BadSample(path, reason).
 
-`Workers` runs functions in processes that import nothing but this file (and what the function's module needs): 0.2 s to start and
-60 MB each, a time limit that also stops C code, and one death fails one task alone.
+`Workers` runs functions in processes that import nothing but this file (and what the function's module needs): 0.2 s to
+start and 60 MB each, a time limit that also stops C code, and one death fails one task alone.
 
 Run:  python decode.py clip.mp4 …    what is taken from each file, and the speed against bare PyAV
 Left out on purpose: decoding on a GPU, audio, non-square pixels.
@@ -17,7 +18,9 @@ Left out on purpose: decoding on a GPU, audio, non-square pixels.
 import ctypes
 import hashlib
 import math
+import mmap
 import os
+import pickle
 import queue
 import signal
 import statistics
@@ -28,6 +31,7 @@ import time
 import zipfile
 from concurrent.futures import Future
 from dataclasses import dataclass
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +44,10 @@ from PIL import Image, ImageOps
 FACTOR = 28  # pixels: patch size 14 times spatial merge 2; every frame side is a multiple of it
 TEMPORAL = 2  # frames of one temporal patch
 MAX_ASPECT = 200  # the processors refuse frames longer than this many times their width
+# What Pillow and PyAV (whose errors derive from these) raise for a broken file.
+_BROKEN = (OSError, ValueError, EOFError, SyntaxError, Image.DecompressionBombError)
+# Titles that are not UTF-8 make PyAV 18 refuse the file unless told to ignore them; PyAV 19 has no such argument.
+_LENIENT = {"metadata_errors": "ignore"} if int(av.__version__.split(".")[0]) < 19 else {}
 # Without the last two flags swscale rounds down and colours come out up to two levels too dark.
 _SCALING = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
 
@@ -89,19 +97,13 @@ def decode(clip: Clip, limits: Limits, cache: str = "", cache_bytes: int = 0) ->
         if entry and (hit := _cache_read(entry)):
             return hit
         frames, fps = _decode_image(clip, limits) if clip.kind == "image" else _decode_video(clip, limits)
-        if entry:
-            _cache_write(entry, frames, fps, cache_bytes)
-        return frames, fps
     except FileNotFoundError:
         raise BadSample(clip.path, "no such file") from None
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        SyntaxError,
-        Image.DecompressionBombError,
-    ) as error:  # PyAV's derive from these
+    except _BROKEN as error:
         raise BadSample(clip.path, f"cannot decode: {getattr(error, 'strerror', None) or error}") from None
+    if entry:
+        _cache_write(entry, frames, fps, cache_bytes)
+    return frames, fps
 
 
 def frame_size(path: str, height: int, width: int, limits: Limits, frames: int = 1) -> tuple[int, int]:
@@ -149,7 +151,7 @@ def _decode_image(clip: Clip, limits: Limits) -> tuple[np.ndarray, float]:
         h, w = frame_size(clip.path, image.height, image.width, limits)
         if image.has_transparency_data:
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-        return np.asarray(image.convert("RGB").resize((w, h), Image.Resampling.BICUBIC))[None], 1.0
+        return np.array(image.convert("RGB").resize((w, h), Image.Resampling.BICUBIC))[None], 1.0
 
 
 def _decode_video(clip: Clip, limits: Limits) -> tuple[np.ndarray, float]:
@@ -160,13 +162,14 @@ def _decode_video(clip: Clip, limits: Limits) -> tuple[np.ndarray, float]:
     for way in ("seek", "time", "count") if index.timed else ("count",):  # the next one when index and decoder disagree
         if way == "count" and clip.start and index.timed:
             break  # the index starts in the middle of the file
-        if images := _read(clip, index, chosen, limits, way):
-            return np.stack([images[i] for i in chosen]), fps
+        frames = _read(clip, index, chosen, limits, way)
+        if frames is not None:
+            return frames, fps
     raise BadSample(clip.path, "its frames cannot be told apart by their times")
 
 
 def _open(path: str) -> tuple[av.container.InputContainer, av.video.stream.VideoStream]:
-    container = av.open(path, metadata_errors="ignore")
+    container = av.open(path, **_LENIENT)
     streams = [s for s in container.streams.video if not s.disposition & av.stream.Disposition.attached_pic]
     if not streams:
         container.close()
@@ -211,9 +214,9 @@ def _index(clip: Clip) -> _Index:
         packets, timed = [(round(i / rate / unit_s), key, 0) for i, (_, key, _) in enumerate(packets)], False
     pts = np.unique([time for time, _, _ in packets])
     step_s = float(statistics.median(np.diff(pts)) * unit_s if len(pts) > 1 else 1 / rate)
-    end_s = (max(pts[-1] + step_s / unit_s, *(time + length for time, _, length in packets)) - origin) * unit_s
+    end = max(pts[-1] + step_s / unit_s, max(time + length for time, _, length in packets))
     inside = slice(*np.searchsorted(pts, (low - 1e-3 * step_s / unit_s, high)))
-    _check_extent(clip, inside.start < inside.stop, len(packets), header_frames, end_s, header_s)
+    _check_extent(clip, inside.start < inside.stop, len(packets), header_frames, (end - origin) * unit_s, header_s)
     return _Index(pts, np.unique([time for time, key, _ in packets if key]), inside, unit_s, step_s, timed)
 
 
@@ -229,14 +232,14 @@ def _check_extent(clip: Clip, some: bool, count: int, header_frames: int, end_s:
         raise BadSample(clip.path, f"the file breaks off: {there}")
 
 
-def _read(clip: Clip, index: _Index, chosen: np.ndarray, limits: Limits, way: str) -> dict[int, np.ndarray] | None:
-    """The chosen frames (indices into index.pts) at their final size, or None when they cannot be had in this way.
+def _read(clip: Clip, index: _Index, chosen: np.ndarray, limits: Limits, way: str) -> np.ndarray | None:
+    """The chosen frames (indices into index.pts, ascending) at their final size; None when they cannot be had this way.
 
     seek: jump to key frames over what is not needed, and insist on exact timestamps. time: decode from the start of the
     file and take the first frame at or after each time. count: the k-th frame belongs to the k-th timestamp.
     """
     pts, keys = index.pts, index.keys
-    images: dict[int, np.ndarray] = {}
+    result = None
     container, stream = _open(clip.path)
     with container:
         frames, frame, count, at = container.decode(stream), None, 0, -math.inf
@@ -260,17 +263,23 @@ def _read(clip: Clip, index: _Index, chosen: np.ndarray, limits: Limits, way: st
                 return None
             if frame.is_corrupt:
                 raise BadSample(clip.path, f"the frame at {float(pts[i] * stream.time_base):.2f} s is damaged")
-            images[i] = _finish(clip.path, frame, limits, len(chosen))
-    return images
+            if result is None:  # the first frame's size holds for all, should the stream change it
+                size = frame_size(clip.path, *_upright_size(frame), limits, len(chosen))
+                result = np.empty((len(chosen), *size, 3), dtype=np.uint8)
+            result[chosen == i] = _finish(frame, size)  # one that is on display for long may be taken more than once
+    return result
 
 
-def _finish(path: str, frame: av.VideoFrame, limits: Limits, frames: int) -> np.ndarray:
-    """Scale and convert to RGB in one pass, then turn upright (rotation metadata: degrees counter-clockwise)."""
+def _upright_size(frame: av.VideoFrame) -> tuple[int, int]:
+    """Height and width once rotation metadata (degrees counter-clockwise) is applied."""
+    turned = round(frame.rotation / 90) % 2
+    return (frame.width, frame.height) if turned else (frame.height, frame.width)
+
+
+def _finish(frame: av.VideoFrame, size: tuple[int, int]) -> np.ndarray:
+    """Scale to [*size, 3] and convert to RGB in one pass, then turn upright."""
     turns = round(frame.rotation / 90) % 4
-    height, width = (frame.width, frame.height) if turns % 2 else (frame.height, frame.width)
-    h, w = frame_size(path, height, width, limits, frames)
-    if turns % 2:
-        h, w = w, h
+    h, w = size[::-1] if turns % 2 else size
     image = frame.reformat(width=w, height=h, format="rgb24", interpolation=_SCALING, threads=1).to_ndarray()
     return np.rot90(image, turns) if turns else image
 
@@ -294,20 +303,25 @@ def _cache_read(entry: Path) -> tuple[np.ndarray, float] | None:
 
 
 def _cache_write(entry: Path, frames: np.ndarray, fps: float, cache_bytes: int) -> None:
-    entry.parent.mkdir(parents=True, exist_ok=True)
     temporary = entry.with_suffix(f".{os.getpid()}")
-    with open(temporary, "wb") as file:
-        np.savez(file, frames=frames, fps=fps)
-    temporary.rename(entry)
-    entries = [
-        (e.stat().st_mtime_ns, e.stat().st_size, e.path) for e in os.scandir(entry.parent) if e.name.endswith(".npz")
-    ]
-    excess = sum(size for _, size, _ in entries) - cache_bytes
-    for _, size, path in sorted(entries):
-        if excess <= 0:
-            break
-        Path(path).unlink(missing_ok=True)
-        excess -= size
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            np.savez(file, frames=frames, fps=fps)
+        temporary.rename(entry)
+        entries = [(e.stat().st_mtime_ns, e.stat().st_size, e.path) for e in os.scandir(entry.parent)]
+        excess = sum(size for _, size, _ in entries) - cache_bytes
+        for _, size, path in sorted(entries):
+            if excess <= 0:
+                break
+            Path(path).unlink(missing_ok=True)
+            excess -= size
+    except FileNotFoundError:
+        pass  # another worker is dropping entries at the same moment
+    except OSError as error:  # not the clip's fault: the run stops
+        raise RuntimeError(
+            f"--data.cache-gib: cannot write below {entry.parent} ({error}); free space or set it to 0"
+        ) from error
 
 
 # ---------------------------------------------------------------------------------------------- worker processes
@@ -320,9 +334,9 @@ class WorkerDied(Exception):
 class Workers:
     """Processes that run module-level functions, each call under a time limit that ends the process.
 
-    A plain subprocess rather than a multiprocessing pool, which would run the trainer's main module again in each worker,
-    fail every pending task with one death, and could not stop a task stuck in C code. Workers end with their parent,
-    whatever ends it.
+    A plain subprocess rather than a multiprocessing pool, which would run the trainer's main module again in each
+    worker, fail every pending task with one death, and could not stop a task stuck in C code. Workers end with their
+    parent, whatever ends it.
     """
 
     def __init__(self, count: int, limit_s: float) -> None:
@@ -358,14 +372,17 @@ class Workers:
             if self._closed:
                 future.set_exception(WorkerDied("was closed"))
                 continue
-            if process is None:
-                process, pipe = self._spawn()
             try:
+                if process is None:
+                    process, pipe = self._spawn()
                 pipe.send(request)
-                error, value = pipe.recv()
-            except (EOFError, OSError):
-                pipe.close()
-                future.set_exception(WorkerDied(self._how_it_ended(process)))
+                error, value = _receive(pipe)
+            except Exception as failure:  # nothing may end this thread, or futures would never be done
+                ended = isinstance(failure, (EOFError, OSError)) and process is not None
+                if process is not None:
+                    pipe.close()
+                    reason = self._how_it_ended(process)
+                future.set_exception(WorkerDied(reason) if ended else failure)
                 process = None
                 continue
             if error:
@@ -421,10 +438,39 @@ def serve(fd: int, parent: int) -> None:
         signal.setitimer(signal.ITIMER_REAL, limit_s)  # SIGALRM ends the process, whatever code is running
         try:
             answer = (False, function(*arguments))
-        except Exception as error:  # noqa: BLE001  (crosses the pipe and is raised again by the parent's future)
-            answer = (True, error)
+        except Exception as error:  # crosses the pipe and is raised again by the parent's future
+            known = type(error).__module__ in ("builtins", __name__)  # the parent may not have another's class
+            answer = (True, error if known else RuntimeError(f"{type(error).__name__}: {error}"))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        pipe.send(answer)
+        _send(pipe, answer)
+
+
+def _send(pipe: Connection, answer: object) -> None:
+    """Arrays go through anonymous shared memory, whose descriptor follows the rest: nothing to clean up, one copy."""
+    arrays: list[pickle.PickleBuffer] = []
+    content = pickle.dumps(answer, protocol=5, buffer_callback=arrays.append)
+    views = [array.raw() for array in arrays]
+    pipe.send((content, [view.nbytes for view in views]))
+    if views:
+        fd = os.memfd_create("frames")
+        with open(fd, "wb", buffering=0) as file:
+            for view in views:
+                while view.nbytes:
+                    view = view[file.write(view) :]
+            reduction.send_handle(pipe, fd, None)
+
+
+def _receive(pipe: Connection) -> object:
+    content, sizes = pipe.recv()
+    if not sizes:
+        return pickle.loads(content)
+    fd = reduction.recv_handle(pipe)
+    try:
+        memory = memoryview(mmap.mmap(fd, sum(sizes)))  # unmapped when the last array on it is gone
+    finally:
+        os.close(fd)
+    ends = np.cumsum(sizes)
+    return pickle.loads(content, buffers=[memory[end - size : end] for end, size in zip(ends, sizes, strict=True)])
 
 
 def main() -> None:
@@ -440,9 +486,8 @@ def main() -> None:
         with av.open(path) as container:
             total = sum(1 for frame in container.decode(video=0) if frame.to_ndarray(format="rgb24") is not None)
         bare_s = time.perf_counter() - begin
-        print(
-            f"{path}: {frames.shape} of {total} frames, {fps:.3g}/s; {ours_s * 1e3:.0f} ms, all by PyAV {bare_s * 1e3:.0f} ms"
-        )
+        print(f"{path}: {frames.shape} of {total} frames, {fps:.3g}/s", end="; ")
+        print(f"{ours_s * 1e3:.0f} ms, all frames by bare PyAV {bare_s * 1e3:.0f} ms")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Formats: what datasets look like on disk, read into one kind of row; and the built-in task, written in one of them.
 
-    Video-R1 · CLEVRER · PerceptionTest · LLaVA-Video-178K · STAR · plain text ─► Row(media, question, options, solution, type)
+    Video-R1 · CLEVRER · PerceptionTest · LLaVA-Video-178K · STAR · text ─► Row(media, question, options, solution, …)
 
-Each format has a function in _READERS that turns one entry of the file into rows. Entries that are no samples by design (captions,
-questions of a test split) become a Skip with its reason; entries without the format's fields are counted as malformed and stop the
-start when there are too many. Nothing is decoded here: paths are only put together.
+Each format has a function in _READERS that turns one entry of the file into rows. Entries that are no samples by design
+(captions, questions of a test split) become a Skip with its reason; entries without the format's fields are counted as
+malformed and stop the start when there are too many. Nothing is decoded here: paths are only put together.
 
 Run:  python formats.py FILE…    format, rows by source and type, what was skipped, the first row
 Left out on purpose: downloading, parquet.
@@ -44,7 +44,7 @@ class Row:
 
 
 class Skip(str):
-    """Instead of a row: why this entry is none (no fault of the file, such as a test split's question without answer)."""
+    """Instead of a row: why this entry is none (no fault of the file: a caption, a question of a test split)."""
 
 
 def read_rows(
@@ -52,7 +52,7 @@ def read_rows(
 ) -> tuple[list[Row], Counter[str]]:
     """All rows of one dataset file, and how many entries were skipped for which reason.
 
-    ValueError when the file is no dataset, or when more than `max_bad_fraction` of its entries lack the format's fields.
+    ValueError when the file is no dataset, or when more than `max_bad_fraction` of its entries do not fit the format.
     """
     path = Path(path)
     entries = _entries(path)
@@ -126,7 +126,7 @@ def _detect(entry: object, path: Path) -> str:
 
 
 class _Finder:
-    """Absolute paths of media. If the first one asked for is not where its name says, all are looked up by file name anywhere
+    """Paths of media. If the first one asked for is not where its name says, all are looked up by file name anywhere
     below the root, whatever their extension (published archives unpack into various folders)."""
 
     def __init__(self, root: Path) -> None:
@@ -327,8 +327,8 @@ QUESTIONS = {
 def make_synthetic(root: str | Path, config) -> Path:
     """Write the built-in task below `root` unless it is there already; returns its JSON file.
 
-    `config` is a data.DataConfig. Appears whole or not at all: written under a temporary name, then renamed. Answers are balanced
-    within each kind.
+    `config` is a data.DataConfig. The folder appears whole or not at all: written under a temporary name, then renamed.
+    Answers are balanced within each kind.
     """
     names = [f.name for f in fields(config) if f.name.startswith("synthetic_")]
     settings = json.dumps({n: getattr(config, n) for n in ("seed", *names)} | {"version": 2})

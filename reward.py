@@ -4,17 +4,17 @@
       └───► whole text has the asked form? ───────────── × format_weight ──────┼─► reward
     token count ─► right and of the asked length? ───── + length_bonus ────────┘
 
-`reward` is a pure function of its arguments. `Scorer` runs it (or a user's own function) in worker processes under a time limit,
-since a response may hang a computer algebra system, and counts what fails instead of hiding it in zeros.
+`reward` is a pure function of its arguments. `Scorer` runs it (or a user's own function) in worker processes under a
+time limit, since a response may hang a computer algebra system, and counts what fails instead of hiding it in zeros.
 
-Rules are strict where credit would be luck (two answer tags, two letters, text after the option that is another option's) and
+Rules are strict where credit would be luck (two answer tags, two letters, a letter with another option's text) and
 lenient where only the writing differs ("(A)", "A. cat", "1,000", "½", "5 × 10³", "50%"). `rules="videor1"` reproduces
 Video-R1's published reward, its faults included, for comparison.
 
 Run:  python reward.py 'multiple choice' A '<answer>(A)</answer>'    the reward of a text, and scoring speed
 Left out on purpose: learned reward models, judging by another model.
-To add a problem type, add a function to _STRICT; to use your own reward, write reward(sample, text, finished) -> float in a file
-and name it with --reward.file.
+To add a problem type, add a function to _STRICT; to use your own reward, write reward(sample, text, finished) -> float
+in a file and name it with --reward.file.
 """
 
 import importlib.util
@@ -39,8 +39,8 @@ class RewardConfig:
     rules: Literal["strict", "videor1"] = "strict"
     """How answers are judged. strict: by the tables in this file. videor1: as Video-R1's published code does."""
     file: str = ""
-    """A Python file with your own `reward(sample, text, finished) -> float`; replaces the rules. sample has question, options,
-    solution, problem_type, source and index."""
+    """A Python file with your own `reward(sample, text, finished) -> float`; replaces the rules. sample has question,
+    options, solution, problem_type, source and index."""
     format_weight: float = 0.0
     """Added when the whole response has the asked form (Video-R1: 1.0); 0 and up."""
     think: bool = False
@@ -109,6 +109,12 @@ def reward(sample, text: str, finished: bool, config: RewardConfig = RewardConfi
     return accuracy + config.format_weight * form + config.length_bonus * right_length
 
 
+def check_solution(sample) -> None:
+    """ValueError if the row's own solution cannot be read, so that no answer could ever be right."""
+    if sample.problem_type in ("multiple choice", "multiple select", "numerical", "regression"):
+        _STRICT[sample.problem_type]("", sample.solution, sample.options)
+
+
 def extract_answer(text: str) -> str | None:
     """What stands in <answer>…</answer>; None unless there is exactly one such pair."""
     before, opening, rest = text.partition("<answer>")
@@ -130,9 +136,11 @@ def well_formed(text: str, think: bool) -> bool:
 
 
 class Scorer:
-    """Scores in worker processes. `errors` counts failures of `seen`; each is a line in reward_errors.jsonl and scores 0.
+    """Scores in worker processes. `errors` of the `seen` responses failed: each scores 0 and is logged with its reason
+    in reward_errors.jsonl; too many stop the run.
 
-    futures = [scorer.submit(sample, text, finished, tokens) …] as responses arrive, then scorer.collect(futures) -> floats.
+        futures = [scorer.submit(sample, text, finished, tokens) for …]     # as responses arrive
+        rewards = scorer.collect(futures)
     """
 
     MIN_SEEN = 20  # responses before the share of errors is judged
@@ -158,7 +166,7 @@ class Scorer:
         future: Future = Future()
         try:
             future.set_result(reward(*arguments))
-        except Exception as error:  # noqa: BLE001  (as from a worker: raised again by collect, which counts it)
+        except Exception as error:  # as from a worker: raised again by collect, which counts it
             future.set_exception(error)
         return future
 
@@ -169,7 +177,7 @@ class Scorer:
             self.seen += 1
             try:
                 scores.append(future.result())
-            except Exception as error:  # noqa: BLE001  (a user's function may raise anything; counted, logged, bounded)
+            except Exception as error:  # a user's function may raise anything: counted, logged, bounded
                 self._failed(error)
                 scores.append(0.0)
         return scores
@@ -256,8 +264,8 @@ def _ocr_score(answer: str, solution: str, options: list[str]) -> float:
 
 
 def _free_form_score(answer: str, solution: str, options: list[str]) -> float:
-    """Mean F of ROUGE-1, ROUGE-2 and ROUGE-L in lower case; ROUGE-2 only where the solution has two words, so that an exact
-    answer scores 1."""
+    """Mean F of ROUGE-1, ROUGE-2 and ROUGE-L in lower case; ROUGE-2 only where the solution has two words, so that an
+    exact answer scores 1."""
     reference = _words(_plain(solution))
     kinds = ["rouge1", "rougeL"] + ["rouge2"] * (len(reference) > 1)
     scores = _rouge().score(solution, answer)
@@ -311,8 +319,8 @@ _LEAD = re.compile(
 def parse_choice(answer: str, options: list[str]) -> str | None:
     """The one option meant, as an upper-case letter; None if there is none, or more than one.
 
-    A letter alone may be bare, in parentheses or followed by . ) :, and then by its option's text. A lower-case letter counts
-    only on its own: "a" is A, "a cat" is no option (unless an option reads so).
+    A letter may stand alone, in parentheses, or followed by . ) : and then by its option's text. A lower-case letter
+    counts only on its own: "a" is A, "a cat" is no option (unless an option reads so).
     """
     if len(answer) > 2000:
         return None
@@ -343,7 +351,7 @@ _OPTION = re.compile(r"\(?([A-Z])[.:)]\s*(.*)", re.DOTALL)
 
 
 def _parse_choices(answer: str, options: list[str]) -> set[str] | None:
-    """All options named, separated by commas, "and" or lines; the empty set for "none"; None if some part is no option."""
+    """All options named, between commas, "and" or lines; the empty set for "none"; None if some part is no option."""
     text = _unwrap(answer)
     if _plain(text) in ("none", "none of them", "none of these", "none of above"):
         return set()
@@ -469,7 +477,7 @@ def _rouge(stemmer: bool = False):
 
 
 def _videor1_accuracy(sample, text: str) -> float:
-    """Video-R1's accuracy reward, except that each response is judged by its own row's type (there: the batch's first)."""
+    """Video-R1's accuracy reward, except that a response is judged by its own row's type (there: the batch's first)."""
     import jiwer
 
     match = re.search(r"<answer>\s*(.*?)\s*</answer>", text, re.DOTALL)
@@ -499,9 +507,8 @@ def main() -> None:
         raise SystemExit(__doc__.split("Run:")[1].split("\n")[0].strip())
     kind, solution, text, *options = sys.argv[1:]
     question = Question("", options, solution, kind)
-    print(
-        f"strict {reward(question, text, True):.4g}   videor1 {reward(question, text, True, RewardConfig('videor1')):.4g}"
-    )
+    for rules in ("strict", "videor1"):
+        print(f"{rules}: {reward(question, text, True, RewardConfig(rules)):.4g}")
     begin, count = time.perf_counter(), 0
     while time.perf_counter() - begin < 1:
         reward(question, text, True)

@@ -1,4 +1,4 @@
-"""decode.py against transformers' rules, plain sequential decoding, and files broken in every way that datasets show."""
+"""decode.py against transformers' rules, plain sequential decoding, and files broken in the ways that datasets show."""
 
 import importlib.util
 import os
@@ -134,8 +134,31 @@ def test_a_part_is_cut_by_its_times(tmp_path, g):
     assert numbers(frames) == list(range(30, 50, 2)) and fps == pytest.approx(5)
     assert numbers(video(path, start=6.0, fps=5)[0]) == [60, 62, 65, 67]
     assert numbers(video(path, end=0.4, fps=5)[0]) == [0, 1, 2, 3]
-    with pytest.raises(BadSample, match="the part from 9 s to 11 s is not in the file's 7.0 s"):
+    with pytest.raises(BadSample, match=r"the part from 9 s to 11 s is not in the file's 7.0 s"):
         video(path, start=9.0, end=11.0)
+
+
+def test_what_is_not_needed_is_seeked_over(tmp_path):
+    """A part at the end of a long file costs a fraction of decoding it all."""
+    rng = np.random.default_rng(0)
+    with av.open(str(tmp_path / "v.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 480, 320, "yuv420p"
+        stream.options = {"preset": "ultrafast", "g": "5", "threads": "1"}
+        for _ in range(70):
+            noise = av.VideoFrame.from_ndarray(rng.integers(0, 255, (320, 480, 3), np.uint8), format="rgb24")
+            container.mux(stream.encode(noise))
+        container.mux(stream.encode())
+    begin = time.process_time()
+    with av.open(str(tmp_path / "v.mp4")) as container:
+        frames = list(container.decode(video=0))
+    everything_s = time.process_time() - begin
+    begin = time.process_time()
+    part, _ = video(tmp_path / "v.mp4", start=6.5, fps=5, min_frames=2)
+    assert time.process_time() - begin < 0.5 * everything_s
+    for image, reference in zip(part, (frames[65], frames[67]), strict=True):
+        plain = np.asarray(reference.to_image().resize(image.shape[1::-1], Image.Resampling.BICUBIC), int)
+        assert abs(image - plain).mean() < 15  # another frame of noise is 60 away
 
 
 @pytest.mark.parametrize("name", ["bikes.mp4", "bigbuckbunny.mp4", "carphone_pristine.mp4"])
@@ -181,6 +204,29 @@ def test_odd_sizes_and_long_shapes(tmp_path, size):
     frames, _ = video(path)
     assert smart_resize(*frames.shape[1:3], 28, 3136, 128 * 784) == frames.shape[1:3]
     assert numbers(frames) == [0, 1, 2, 3]
+
+
+def test_a_title_that_is_no_utf8_does_not_matter(tmp_path):
+    path = tmp_path / "v.mkv"
+    with av.open(str(path), "w") as container:
+        container.metadata["title"] = "XXcaf\u00e9XX"
+        stream = container.add_stream("libx264", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 56, 56, "yuv420p"
+        for _ in range(4):
+            container.mux(stream.encode(av.VideoFrame(56, 56, "rgb24")))
+        container.mux(stream.encode())
+    content = path.read_bytes()
+    assert content.count("caf\u00e9".encode()) == 1
+    path.write_bytes(content.replace("caf\u00e9".encode(), b"caf\xe9\xe9"))
+    assert video(path)[0].shape == (4, 56, 56, 3)
+
+
+def test_a_stream_that_changes_its_size_keeps_the_first(tmp_path):
+    parts = [Path(write_video(tmp_path / f"{i}.h264", 20, size=size)) for i, size in enumerate([(64, 64), (128, 96)])]
+    (tmp_path / "v.h264").write_bytes(parts[0].read_bytes() + parts[1].read_bytes())
+    frames, _ = video(tmp_path / "v.h264", fps=10)
+    assert frames.shape[1:] == (56, 56, 3) and len(frames) == 16
+    assert numbers(frames) == [k * 40 // 16 % 20 for k in range(16)]
 
 
 def test_one_frame_is_taken_twice(tmp_path):
@@ -295,35 +341,45 @@ def test_images(tmp_path):
 # ------------------------------------------------------------------------------------------ cache
 
 
-def test_cache_returns_the_same_and_notices_change_damage_and_limit(tmp_path):
+def test_the_cache_returns_the_same_and_notices_change_and_damage(tmp_path):
     cache = tmp_path / "cache"
-    paths = [write_video(tmp_path / f"{i}.mp4", 8 + 2 * i) for i in range(4)]
+    path = write_video(tmp_path / "v.mp4", 8)
 
-    def get(path, limit=10**9):
-        return decode.decode(Clip("video", path), Limits(), str(cache), limit)
+    def get():
+        return decode.decode(Clip("video", path), Limits(), str(cache), 10**9)
 
-    first = get(paths[0])
+    first = get()
     (entry,) = cache.iterdir()
     content = entry.read_bytes()
-    os.truncate(paths[0], 0)  # content no longer matters, but its change is noticed
+    os.truncate(path, 0)  # a changed file is noticed
     with pytest.raises(BadSample, match="empty"):
-        get(paths[0])
-    write_video(tmp_path / "0.mp4", 8)
-    second = get(paths[0])
+        get()
+    write_video(tmp_path / "v.mp4", 8)
+    second = get()
     assert (first[0] == second[0]).all() and first[1] == second[1] and len(list(cache.iterdir())) == 2
     for entry in cache.iterdir():
         entry.write_bytes(content[:100])
-    assert (get(paths[0])[0] == first[0]).all()
-
-    size = 8 * 56 * 84 * 3
-    for path in paths:
-        get(path, limit=3 * size)
-    stored = sum(e.stat().st_size for e in cache.iterdir())
-    assert 0 < stored <= 3 * size
-    newest = max(cache.iterdir(), key=lambda e: e.stat().st_mtime_ns)
+    assert (get()[0] == first[0]).all()
+    (newest,) = [e for e in cache.iterdir() if e.stat().st_size > 100]
     changed = dict(np.load(newest))
     np.savez(newest, frames=changed["frames"] // 2, fps=changed["fps"])
-    assert (get(paths[3])[0] == changed["frames"] // 2).all()  # it really comes from the cache
+    assert (get()[0] == changed["frames"] // 2).all()  # it really comes from the cache
+
+
+def test_the_cache_drops_what_was_not_used_for_longest(tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    entries = []
+    for i in range(3):
+        path = write_video(tmp_path / f"{i}.mp4", 8)
+        before = set(cache.iterdir())
+        decode.decode(Clip("video", path), Limits(), str(cache), 10**9)
+        entries += set(cache.iterdir()) - before
+    decode.decode(Clip("video", str(tmp_path / "0.mp4")), Limits(), str(cache), 10**9)
+    limit = 3 * entries[0].stat().st_size
+    decode.decode(Clip("video", write_video(tmp_path / "3.mp4", 8)), Limits(), str(cache), limit)
+    left = set(cache.iterdir())
+    assert len(left) == 3 and left > {entries[0], entries[2]}
 
 
 # ------------------------------------------------------------------------------------------ workers
@@ -346,7 +402,7 @@ def wait_gone(pids, limit_s=10):
 
 def test_a_dead_or_stuck_worker_fails_its_own_task_alone(tmp_path):
     path = write_video(tmp_path / "v.mp4", 8)
-    workers = Workers(2, limit_s=1.5)
+    workers = Workers(2, limit_s=3)
     try:
         killed = workers.submit(os.abort)
         left = workers.submit(os._exit, 3)
@@ -357,9 +413,9 @@ def test_a_dead_or_stuck_worker_fails_its_own_task_alone(tmp_path):
             killed.result()
         with pytest.raises(WorkerDied, match="exited with status 3"):
             left.result()
-        with pytest.raises(WorkerDied, match=r"took longer than 1.5 s"):
+        with pytest.raises(WorkerDied, match=r"took longer than 3 s"):
             stuck.result()
-        with pytest.raises(BadSample, match="/nowhere.mp4: no such file"):
+        with pytest.raises(BadSample, match=r"/nowhere.mp4: no such file"):
             error.result()
         assert all((f.result()[0] == video(path)[0]).all() for f in good)
         pids = [workers.submit(os.getpid).result()]
@@ -367,7 +423,7 @@ def test_a_dead_or_stuck_worker_fails_its_own_task_alone(tmp_path):
     finally:
         begin = time.monotonic()
         workers.close()
-    assert time.monotonic() - begin < 5 and wait_gone(pids)
+    assert time.monotonic() - begin < 10 and wait_gone(pids)
     with pytest.raises(WorkerDied):
         pending.result()
 
@@ -375,7 +431,7 @@ def test_a_dead_or_stuck_worker_fails_its_own_task_alone(tmp_path):
 def test_workers_end_with_a_killed_parent():
     script = (
         "import os, time, decode; w = decode.Workers(2, 60); a = w.submit(os.getpid).result(); "
-        "[w.submit(time.sleep, 50) for _ in range(2)]; b = [p.pid for p in w._processes]; print(*b, flush=True); time.sleep(60)"
+        "[w.submit(time.sleep, 50) for _ in range(2)]; print(*(p.pid for p in w._processes), flush=True); time.sleep(9)"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path(decode.__file__).parent
