@@ -22,6 +22,7 @@ Left out on purpose: pipeline and context parallelism, recomputation, fused GPU 
 To add a model, add its configuration to CONFIGS, its tensors to weights.table() and its forward pass here.
 """
 
+import copy
 import json
 import os
 import shutil
@@ -36,7 +37,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
-from transformers import AutoConfig, Qwen2_5_VLConfig
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AutoConfig, Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 import memory
@@ -82,7 +85,9 @@ def _named_config(name: str) -> Qwen2_5_VLConfig:
         sections, std, positions = [4, 6, 6], 0.06, 4096
     else:
         hidden, inner, layers, heads, kv, vocab, tied, vision_inner = CONFIGS[name]
-        vision = dict(depth=32, hidden_size=1280, num_heads=16, fullatt_block_indexes=[7, 15, 23, 31], initializer_range=0.02)
+        vision = dict(
+            depth=32, hidden_size=1280, num_heads=16, fullatt_block_indexes=[7, 15, 23, 31], initializer_range=0.02
+        )
         sections, std, positions = [16, 24, 24], 0.02, 128000
     ids = {token: i for i, token in enumerate(SPECIAL_TOKENS)}  # make_model_dir's tokenizer puts them first
     text = dict(
@@ -155,7 +160,9 @@ def _save_processor(directory: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet)
-    corpus = ["<answer>A</answer> <think> the </think> Which color direction shape moving video Options: A. B. C. D."] * 8
+    corpus = [
+        "<answer>A</answer> <think> the </think> Which color direction shape moving video Options: A. B. C. D."
+    ] * 8
     tokenizer.train_from_iterator(corpus, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -237,12 +244,26 @@ class BoundaryAttention(torch.nn.Module):
             s, n = query.shape[:2]
             key = torch.cat([prefix_key.expand(-1, n, -1, -1), key])  # [P−1+s, N, K, D]
             value = torch.cat([prefix_value.expand(-1, n, -1, -1), value])
-            mask = torch.ones(s, key.shape[0], dtype=torch.bool, device=query.device).tril(key.shape[0] - s)
+            mask = causal_lower_right(s, key.shape[0])  # the last query sees every key
         elif boundary is not None:
             boundary.kv[self.layer_number] = (key, value)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, D]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+
+def _varlen_attention(module, query, key, value, attention_mask, cu_seq_lens_q, max_length_q, scaling, **unused):
+    """transformers' attention interface on PyTorch's flash kernel: all windows of a clip in one call.
+
+    query, key, value [1, heads, patches, D] -> [1, patches, heads, D]; cu_seq_lens_q: where each window starts.
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, int(max_length_q), int(max_length_q), scale=scaling)
+    return out[None], None
+
+
+# transformers hands window boundaries only to implementations whose name says flash. A CPU has no such kernel: sdpa, by window.
+AttentionInterface.register("flash_varlen", _varlen_attention)
 
 
 # ---- layers whose weights match the engine's storage ------------------------------------------------------------------------
@@ -313,7 +334,10 @@ class Prefix:
     """A prompt's kept state for one role. `kv` is what the suffixes read; `attached` leads back into the prefix graph."""
 
     kv: dict[int, tuple[torch.Tensor, torch.Tensor]]  # leaves [P−1, 1, K, D] per layer
-    attached: dict[int, tuple[torch.Tensor, torch.Tensor]] | None  # None for a reference, which has no backward
+    attached: (
+        dict[int, tuple[torch.Tensor, torch.Tensor]] | None
+    )  # None: no backward (a reference), or recompute it then
+    sample: object  # data.Sample
     last_id: int  # the prompt's last token, recomputed in every suffix
     last_position: int
 
@@ -333,9 +357,13 @@ class QwenVL(torch.nn.Module):
         self.config = config
         self.dtype = dtype
         with torch.device("meta"):
-            self.vision = Qwen2_5_VisionTransformerPretrainedModel._from_config(config.vision_config, dtype=dtype)
+            self.vision = Qwen2_5_VisionTransformerPretrainedModel._from_config(
+                copy.deepcopy(config.vision_config), dtype=dtype
+            )
+        if memory.device().type == "cuda":  # set afterwards: at construction transformers would look for a hub kernel
+            self.vision.config._attn_implementation = "flash_varlen"
         # Only the weights need no memory: the rotary table is a buffer and needs its values.
-        self.vision.rotary_pos_emb = type(self.vision.rotary_pos_emb)(config.vision_config)
+        self.vision.rotary_pos_emb = type(self.vision.rotary_pos_emb)(config.vision_config).to(memory.device())
         self.lm = _language_model(config, dtype, qkv)
         self.tied = config.tie_word_embeddings
         rows = memory.align(config.text_config.vocab_size, 64) // parallel_state.get_tensor_model_parallel_world_size()
@@ -358,21 +386,26 @@ class QwenVL(torch.nn.Module):
             owner, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(owner), leaf, torch.nn.Parameter(views[name], requires_grad=requires_grad))
 
-    def prefix(self, sample) -> Prefix:
+    def prefix(self, sample, keep: bool = True) -> Prefix:
         """Encode the media and all prompt tokens but the last; keep K and V (data.Sample -> Prefix).
 
-        Under torch.no_grad() (a reference) the state is detached; otherwise prefix_backward() must be called once, later.
-        A collective of the tensor-parallel group.
+        Under torch.no_grad() (a reference) the state is detached. Otherwise prefix_backward() must be called once, later; with
+        `keep` the activations stay for it, without they are dropped and computed again then. A collective of the TP group.
         """
+        trained = torch.is_grad_enabled()
+        with torch.set_grad_enabled(trained and keep):
+            kv, last_position = self._prefix_kv(sample)
+        leaves = {i: tuple(t.detach().requires_grad_(trained) for t in pair) for i, pair in kv.items()}
+        return Prefix(leaves, kv if trained and keep else None, sample, int(sample.input_ids[-1]), last_position)
+
+    def _prefix_kv(self, sample) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], int]:
         ids = sample.input_ids.tolist()
         pos = positions(ids, sample.grid_thw.tolist(), sample.second_per_grid, self.config)
         boundary = _Boundary(qkv_format="sbhd")
         self._decode(self._embed(sample)[:-1], pos[:, None, :-1], boundary)
-        graph = torch.is_grad_enabled()
-        if graph and not all(t.requires_grad for pair in boundary.kv.values() for t in pair):
+        if torch.is_grad_enabled() and not all(t.requires_grad for pair in boundary.kv.values() for t in pair):
             raise RuntimeError("a captured key or value has no graph: the prefix would silently get no gradient")
-        leaves = {i: tuple(t.detach().requires_grad_(graph) for t in pair) for i, pair in boundary.kv.items()}
-        return Prefix(leaves, boundary.kv if graph else None, ids[-1], int(pos[0, -1]))
+        return boundary.kv, int(pos[0, -1])
 
     def suffix(self, prefix: Prefix, responses: torch.Tensor, temperature: float) -> torch.Tensor:
         """Log-probabilities [N, S] float32 of `responses` [N, S] int64 (padded at the end; the padding's values mean nothing).
@@ -393,9 +426,10 @@ class QwenVL(torch.nn.Module):
 
     def prefix_backward(self, prefix: Prefix) -> None:
         """Send the gradients that the suffixes left at the boundary through the prefix, the projector and the vision tower."""
+        attached_kv = self._prefix_kv(prefix.sample)[0] if prefix.attached is None else prefix.attached
         tensors, gradients = [], []
         for i, leaves in prefix.kv.items():
-            for attached, leaf in zip(prefix.attached[i], leaves, strict=True):
+            for attached, leaf in zip(attached_kv[i], leaves, strict=True):
                 if leaf.grad is not None:  # none at all only if every response was masked
                     tensors.append(attached)
                     gradients.append(leaf.grad)
@@ -410,15 +444,19 @@ class QwenVL(torch.nn.Module):
         if (pixels := sample.pixel_values) is None:  # [patches, 1176] float32
             return embedded
         pixels = pixels.to(memory.device(), self.dtype)
-        features = self.vision(pixels, grid_thw=sample.grid_thw.to(memory.device())).pooler_output  # [visual tokens, hidden]
+        features = self.vision(
+            pixels, grid_thw=sample.grid_thw.to(memory.device())
+        ).pooler_output  # [visual tokens, hidden]
         visual = (ids == self.config.video_token_id) | (ids == self.config.image_token_id)
         if int(visual.sum()) != len(features):
-            raise RuntimeError(f"{int(visual.sum())} visual placeholders in the prompt, {len(features)} features from the tower")
+            raise RuntimeError(
+                f"{int(visual.sum())} visual placeholders in the prompt, {len(features)} features from the tower"
+            )
         return embedded.masked_scatter(visual[:, None, None], features.to(embedded.dtype))
 
     def _decode(self, embedded: torch.Tensor, pos: torch.Tensor, boundary: _Boundary) -> torch.Tensor:
         """[s, b, hidden], positions [3, b, s] -> hidden states [s, b, hidden] after the final norm."""
-        rotary = self.lm.rotary_pos_emb(pos, self.lm.mrope_section)
+        rotary = self.lm.rotary_pos_emb(pos.to(memory.device()), self.lm.mrope_section)
         return self.lm.decoder(
             hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=boundary
         )

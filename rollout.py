@@ -221,6 +221,9 @@ class EngineClient:
         max_prompt_tokens: int,  # visual tokens included
         forbidden_ids: Sequence[int],  # never sampled
         run_dir: str | Path,  # for the log
+        devices: Sequence[
+            int
+        ] = (),  # local ranks whose GPUs its workers use, in the order of binding.handles; unused on a CPU
         processor_kwargs: dict[str, Any] | None = None,  # as the trainer's processor gets them for every medium
     ):
         if len(binding.handles) != config.tp:
@@ -242,7 +245,7 @@ class EngineClient:
         self._died: EngineDied | None = None
         self._stopped = False
         cores = _cores(engine, config) if memory.device().type == "cpu" else []
-        self._start(cores)
+        self._start(_environment(cores) | memory.visible_devices(devices))
         setup = _Setup(config, binding, max_prompt_tokens, list(forbidden_ids), processor_kwargs or {}, cores)
         self._send(("configure", setup))
 
@@ -341,7 +344,7 @@ class EngineClient:
 
     # -- process --
 
-    def _start(self, cores: list[list[int]]) -> None:
+    def _start(self, environment: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
         limit = struct.pack("ll", int(self.config.silence_timeout_s) + 1, 0)  # seconds, microseconds
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)  # or an engine that stops reading blocks a send
@@ -352,7 +355,7 @@ class EngineClient:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_environment(cores),
+                env=environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C reaches the trainer alone, which then stops its engines in order
             )
@@ -569,6 +572,7 @@ class Engine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         _register_loader()
+        _place_kv_in_arena()
         imported = time.monotonic()
         self.llm = LLMEngine.from_engine_args(EngineArgs(**_engine_args(self.setup)))
         self.scheduler = self.llm.engine_core.engine_core.scheduler
@@ -762,9 +766,13 @@ class Engine:
         line.append(Interval(kind, start_ns, end_ns, steps, tokens))
 
 
+# Decode steps replay captured graphs; nothing is compiled, which would take a minute. Captured addresses lie in arenas.
+_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
 def _engine_args(setup: _Setup) -> dict[str, Any]:
     """vLLM's arguments, the same on a CPU and on a GPU."""
-    config, binding = setup.config, setup.binding
+    config, binding, gpu = setup.config, setup.binding, memory.device().type == "cuda"
     return {
         "model": binding.model_dir,
         "dtype": binding.dtype,
@@ -784,7 +792,10 @@ def _engine_args(setup: _Setup) -> dict[str, Any]:
         "mm_processor_cache_gb": 0,
         "mm_encoder_tp_mode": "data",  # the vision tower is replicated, as in the trainer
         "skip_mm_profiling": True,
-        "enforce_eager": True,
+        "enforce_eager": not gpu,
+        "compilation_config": _GRAPHS if gpu else {},
+        # Only a check at start-up that so much is free; the sizes that count are given above.
+        "gpu_memory_utilization": 0.1,
         "disable_log_stats": True,
         "seed": 0,
     }
@@ -865,7 +876,26 @@ def _register_loader() -> None:
             snapshot = memory.attach(binding["handles"][get_tensor_model_parallel_rank()], binding["nbytes"])
             weights.bind_engine(model, snapshot, _layout(binding))  # what vLLM had allocated loses its last reference
             model.rollplex_snapshot = snapshot
+            memory.empty_cache()
             _unlink_cpu_communicator()
+
+
+def _place_kv_in_arena() -> None:
+    """Have vLLM's model runners take the KV cache from an arena region, so that its pages can come and go."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the CPU's runner inherits from it
+
+    def allocate(runner, kv_cache_config) -> dict[str, torch.Tensor]:
+        tensors = kv_cache_config.kv_cache_tensors
+        if any(tensor.block_stride > 0 for tensor in tensors):
+            raise NotImplementedError("a KV cache whose layers are interleaved in one allocation")
+        runner.rollplex_kv = memory.Arena({"kv": sum(memory.align(tensor.size) for tensor in tensors)})
+        region, offset, named = runner.rollplex_kv.acquire("kv").zero_().view(torch.int8), 0, {}
+        for tensor in tensors:
+            named |= dict.fromkeys(tensor.shared_by, region[offset : offset + tensor.size])
+            offset += memory.align(tensor.size)
+        return named
+
+    GPUModelRunner._allocate_kv_cache_tensors = allocate
 
 
 def _unlink_cpu_communicator() -> None:
@@ -880,6 +910,7 @@ def _unlink_cpu_communicator() -> None:
 
 if "vllm" in sys.modules:  # imported by a vLLM worker, for EngineExtension and before it loads the model
     _register_loader()
+    _place_kv_in_arena()
 
 
 class EngineExtension:
@@ -896,50 +927,28 @@ class EngineExtension:
             "parameters": places,
             "snapshot": (low, size),
             "outside": [name for name, (start, end) in ends.items() if not low <= start < end <= low + size],
-            "kv_bytes": sum(nbytes for _, nbytes in _whole_pages(self.model_runner.kv_caches)),
-            "kv_resident_bytes": _resident_bytes(self.model_runner.kv_caches),
+            "kv_bytes": self.model_runner.rollplex_kv.nbytes("kv"),
+            "kv_resident_bytes": self.model_runner.rollplex_kv.resident_bytes("kv"),
             "rss_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE,
         }
 
     def rollplex_release_kv(self) -> dict[str, int]:
-        """Give the pages of the KV cache back; it reads as zeros afterwards, at the same addresses."""
-        before, pages = _resident_bytes(self.model_runner.kv_caches), _whole_pages(self.model_runner.kv_caches)
-        for first, nbytes in pages:
-            if _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED):
-                raise OSError(ctypes.get_errno(), f"madvise of {nbytes} bytes of KV cache failed")
-        after = _resident_bytes(self.model_runner.kv_caches)
-        return {"kv_bytes": sum(n for _, n in pages), "resident_before": before, "resident_after": after}
+        """Give the pages of the KV cache back; its addresses stay, also those inside captured graphs."""
+        return self._rollplex_kv(lambda arena: arena.release("kv"))
 
     def rollplex_restore_kv(self) -> dict[str, int]:
-        """On a CPU the kernel supplies pages at the first write, so there is only something to report."""
-        resident, pages = _resident_bytes(self.model_runner.kv_caches), _whole_pages(self.model_runner.kv_caches)
-        return {"kv_bytes": sum(n for _, n in pages), "resident_before": resident, "resident_after": resident}
+        """Put pages behind the KV cache again. Their contents mean nothing: the prefix cache was dropped at release."""
+        return self._rollplex_kv(lambda arena: arena.acquire("kv"))
+
+    def _rollplex_kv(self, change: Callable[[memory.Arena], Any]) -> dict[str, int]:
+        arena = self.model_runner.rollplex_kv
+        before = arena.resident_bytes("kv")
+        change(arena)
+        return {"kv_bytes": arena.nbytes("kv"), "resident_before": before, "resident_after": arena.resident_bytes("kv")}
 
     def rollplex_positions(self, prompt_ids: list[int], mm_features: list) -> list[list[int]]:
         """M-RoPE positions [3, P] as the model runner computes them."""
         return self.model_runner.get_model().get_mrope_input_positions(prompt_ids, mm_features)[0].tolist()
-
-
-def _whole_pages(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """(address, bytes) of the pages completely inside each storage; those at its ends may hold others' bytes too."""
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        raise NotImplementedError("a GPU's KV cache cannot be measured or released yet; only the CPU path is built")
-    page, regions = mmap.PAGESIZE, []
-    for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}.values():
-        first = memory.align(storage.data_ptr(), page)
-        regions.append((first, max(0, (storage.data_ptr() + storage.nbytes()) // page * page - first)))
-    return regions
-
-
-def _resident_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Physical memory behind the whole pages of `tensors`, as the kernel counts it."""
-    resident = 0
-    for first, nbytes in _whole_pages(tensors):
-        state = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
-        if _libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), state):
-            raise OSError(ctypes.get_errno(), f"mincore of {nbytes} bytes of KV cache failed")
-        resident += int((np.frombuffer(state, dtype=np.uint8) & 1).sum()) * mmap.PAGESIZE
-    return resident
 
 
 def _serve(fd: int) -> None:

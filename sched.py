@@ -53,6 +53,8 @@ class Timeline:
             self.phase = name
         try:
             yield
+            if self._depth == 1:
+                memory.synchronize()  # sync point: a phase has ended when the device has finished it
         finally:
             end = time.monotonic_ns()
             self._depth -= 1
@@ -114,6 +116,8 @@ class Group:
             self.tokens[i, :length] = torch.tensor(response.token_ids, dtype=torch.int64)
             self.mask[i, :length] = True
             self.rollout_logprobs[i, :length] = torch.tensor(response.logprobs)
+        for name in ("tokens", "mask", "rollout_logprobs"):
+            setattr(self, name, getattr(self, name).to(memory.device()))
 
 
 class PagedReference:
@@ -146,6 +150,8 @@ class Schedule:
     control: dist.ProcessGroup  # gloo, the ranks of this data-parallel replica
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
+    keep_activations: bool = True  # of actor prefixes, until their backward; otherwise they are computed a second time
+    prefix_stream: memory.Stream = field(default_factory=memory.stream)  # what Phase 1 computes on, beside decode
     version: int = 0  # of the weights: the k of θk
     rollout: object | None = None  # rollout.Stats of the last generation on this rank's engine
 
@@ -169,8 +175,11 @@ class Schedule:
             self.engine.restore_kv()
             self.engine.generate(requests)
         if self.overlap == "prefix":
-            self._reference_prefixes(groups)
-            self._actor_prefixes(groups)
+            self.prefix_stream.follow()
+            with self.prefix_stream:
+                self._reference_prefixes(groups)
+                self._actor_prefixes(groups)
+            self.prefix_stream.lead()
         self._collect(groups, score)
         denominator = self._over_replicas(prepare(groups))
 
@@ -214,7 +223,7 @@ class Schedule:
     def _actor_prefixes(self, groups: list[Group]) -> None:
         with self.timeline.span("actor prefix"):
             for group in groups:
-                group.actor = self.actor.prefix(group.sample)
+                group.actor = self.actor.prefix(group.sample, self.keep_activations)
 
     def _collect(self, groups: list[Group], score: Callable[[list[Group]], None]) -> None:
         """Wait for this rank's engine, score its responses, share both with the replica's other ranks."""
@@ -264,7 +273,7 @@ class Schedule:
             for group in groups:
                 if group.actor is None:
                     with self.timeline.span("actor prefix"):
-                        group.actor = self.actor.prefix(group.sample)
+                        group.actor = self.actor.prefix(group.sample, self.keep_activations)
                 with self.timeline.span("actor suffix"):
                     value = loss(self.actor.suffix(group.actor, group.tokens, self.temperature), group)
                 with self.timeline.span("backward"):
@@ -313,6 +322,10 @@ if __name__ == "__main__":
     args = tyro.cli(_Bound, description="What overlapping prefixes with decode can save (Equation 1).")
     saved = saving_s(args.decode_s, args.prefix_s, args.slowdown_s)
     serial = args.decode_s + args.prefix_s + args.rest_s
-    print(f"serial {serial:.1f} s, overlapped {serial - saved:.1f} s: saves {saved:.1f} s, {serial / (serial - saved):.2f}x")
+    print(
+        f"serial {serial:.1f} s, overlapped {serial - saved:.1f} s: saves {saved:.1f} s, {serial / (serial - saved):.2f}x"
+    )
     regime = "prefix-bounded" if args.decode_s + args.slowdown_s > args.prefix_s else "decode-bounded"
-    print(f"{regime}; the most that any overlap could save is min(prefix, decode) = {min(args.prefix_s, args.decode_s):.1f} s")
+    print(
+        f"{regime}; the most that any overlap could save is min(prefix, decode) = {min(args.prefix_s, args.decode_s):.1f} s"
+    )

@@ -50,6 +50,7 @@ import rollout  # noqa: E402
 import sched  # noqa: E402
 import weights  # noqa: E402
 from data import DataConfig  # noqa: E402
+from memory import MemoryConfig  # noqa: E402
 from optimizer import OptimizerConfig  # noqa: E402
 from rollout import RolloutConfig  # noqa: E402
 
@@ -117,6 +118,9 @@ class Config:
     overlap: Literal["none", "prefix"] = "prefix"
     """none: serial phases (the papers' Colocate). prefix: reference and actor prefixes run beside decode (Rollplex)."""
 
+    prefix_sms: int = 0
+    """GPU only: SMs that the overlapped prefixes may use (a green context), so that decode keeps the rest. 0: no limit."""
+
     warmup_steps: int = 0
     """Supervised steps before GRPO that teach the answer format alone: the answer is a random option, so no question is answered."""
     checkpoint_every: int = 50
@@ -130,6 +134,8 @@ class Config:
     """GRPO"""
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts, media and rewards"""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """Residency"""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """The engines"""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -152,12 +158,22 @@ class Config:
         for part in (self.algo, self.data, self.optimizer):
             part.validate()
         _require(self.steps >= 0, "steps", self.steps, "0 or more")
+        _require(
+            not self.prefix_sms or self.overlap != "none", "prefix-sms", self.prefix_sms, "0: nothing overlaps decode"
+        )
         _require(self.prompts >= 1, "prompts", self.prompts, "1 or more")
         tp = self.tp(world)
         _require(tp > 0 and world % tp == 0, "train-tp", tp, f"a divisor of the {world} ranks that torchrun started")
-        _require(self.prompts % (world // tp) == 0, "prompts", self.prompts, f"a multiple of the {world // tp} replicas")
+        _require(
+            self.prompts % (world // tp) == 0, "prompts", self.prompts, f"a multiple of the {world // tp} replicas"
+        )
         if self.named and self.model != "tiny":
-            _require(self.weights == "random", "weights", self.weights, f"random: {self.model} is a configuration without weights")
+            _require(
+                self.weights == "random",
+                "weights",
+                self.weights,
+                f"random: {self.model} is a configuration without weights",
+            )
         _require(not (self.resume and not self.run_dir), "run-dir", "''", "the run to --resume")
 
 
@@ -192,8 +208,13 @@ def configure(argv: list[str], world: int) -> Config:
 
 def _check_model(config: Config, hf_config, world: int) -> None:
     weights.check_degrees(hf_config, config.tp(world), config.rollout_tp, config.qkv)
-    most, used = hf_config.text_config.max_position_embeddings, config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    expected = f"together with --rollout.max-new-tokens {config.rollout.max_new_tokens} at most the model's {most} positions"
+    most, used = (
+        hf_config.text_config.max_position_embeddings,
+        config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+    )
+    expected = (
+        f"together with --rollout.max-new-tokens {config.rollout.max_new_tokens} at most the model's {most} positions"
+    )
     _require(used <= most, "data.max-prompt-tokens", config.data.max_prompt_tokens, expected)
 
 
@@ -237,7 +258,9 @@ def policy_loss(
     # Padding may hold anything; zeroed first, because 0 times an infinite gradient would be NaN.
     new, old, rollout = (x.masked_fill(~mask, 0.0) for x in (new, old, rollout))
     ratio = torch.exp(new - old)
-    gain = torch.minimum(ratio * advantage[:, None], ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high) * advantage[:, None])
+    gain = torch.minimum(
+        ratio * advantage[:, None], ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high) * advantage[:, None]
+    )
     if algo.tis_cap:
         gain = gain * torch.exp(old - rollout).clamp(max=algo.tis_cap).detach()
     loss = -gain
@@ -248,7 +271,9 @@ def policy_loss(
     if algo.aggregate == "sequence":
         weight = weight / weight.sum(1, keepdim=True).clamp(min=1)
     gap = (old - rollout).abs().detach()
-    clipped = ((ratio < 1 - algo.clip_low) & (advantage[:, None] < 0)) | ((ratio > 1 + algo.clip_high) & (advantage[:, None] > 0))
+    clipped = ((ratio < 1 - algo.clip_low) & (advantage[:, None] < 0)) | (
+        (ratio > 1 + algo.clip_high) & (advantage[:, None] > 0)
+    )
     total = (loss * weight).sum()
     sums = dict(loss=total, kl=(kl * mask).sum(), gap=gap.sum(), clipped=(clipped & mask).sum(), tokens=mask.sum())
     return total, {name: value.detach().double() for name, value in sums.items()} | {"gap_max": gap.max().double()}
@@ -276,12 +301,14 @@ class Ranks:
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     control: dist.ProcessGroup  # gloo over the replica, for objects and barriers
+    everyone: dist.ProcessGroup  # gloo over all ranks, likewise
     exchange: dist.ProcessGroup | None  # the q ranks whose shards form one rollout shard
 
 
 def join(config: Config) -> Ranks:
     """Join torchrun's process group and build Megatron's parallel state. Collective over all ranks."""
     torch.set_num_threads(1)  # a fixed reduction order, and the engines want the other cores
+    memory.select_device(int(os.environ["LOCAL_RANK"]))
     memory.answer_cuda_queries()
     if not dist.is_initialized():
         dist.init_process_group(memory.backend(), timeout=timedelta(minutes=30))
@@ -289,6 +316,7 @@ def join(config: Config) -> Ranks:
     tp = config.tp(world)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     q, control, exchange = tp // config.rollout_tp, None, None
+    everyone = dist.new_group(backend="gloo")
     for first in range(0, world, tp):  # new_group is collective: every rank makes every group
         group = dist.new_group(range(first, first + tp), backend="gloo")
         control = group if first <= rank < first + tp else control
@@ -296,7 +324,7 @@ def join(config: Config) -> Ranks:
         group = dist.new_group(range(first, first + q))
         exchange = group if first <= rank < first + q else exchange
     groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
-    return Ranks(rank, world, tp, rank % tp, rank // tp, *groups, control, exchange)
+    return Ranks(rank, world, tp, rank % tp, rank // tp, *groups, control, everyone, exchange)
 
 
 class Trainer:
@@ -316,7 +344,11 @@ class Trainer:
 
     def _allocate(self) -> None:
         config, dtype = self.config, self.config.torch_dtype
-        sizes = {"snapshot": self.plan.nbytes, "gradient": 4 * self.numel, "workspace": optim.workspace_bytes(config.optimizer)}
+        sizes = {
+            "snapshot": self.plan.nbytes,
+            "gradient": 4 * self.numel,
+            "workspace": optim.workspace_bytes(config.optimizer),
+        }
         if config.qkv == "fused":
             sizes["fused_qkv"] = weights.fused_nbytes(self.plan)
         if config.algo.kl_coef:
@@ -337,11 +369,14 @@ class Trainer:
         config = self.config
         return rollout.EngineClient(
             replace(config.rollout, tp=config.rollout_tp),
-            rollout.Binding(str(self.model_dir), tuple(handles[e::q]), self.plan.nbytes, self.ranks.tp, config.qkv, config.dtype),
+            rollout.Binding(
+                str(self.model_dir), tuple(handles[e::q]), self.plan.nbytes, self.ranks.tp, config.qkv, config.dtype
+            ),
             engine=self.ranks.replica * q + e,
             max_prompt_tokens=config.data.max_prompt_tokens,
             forbidden_ids=models.forbidden_ids(hf_config),
             run_dir=self.run_dir,
+            devices=range(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_RANK"]) + self.ranks.tp - e, q),
         )
 
     def _load_weights(self, hf_config) -> None:
@@ -360,7 +395,9 @@ class Trainer:
             n = torch.Size(shard.storage).numel()
             views[shard.name] = shard.parameter(gradient[offset : offset + n])
             counted = not shard.replicated or self.ranks.tp_rank == 0
-            segments.append(optim.Segment(shard.name, n, offset, self.snapshot.flat(shard), len(shard.storage) > 1, counted))
+            segments.append(
+                optim.Segment(shard.name, n, offset, self.snapshot.flat(shard), len(shard.storage) > 1, counted)
+            )
             offset += n
         for name, parameter in self.actor.named_parameters():
             parameter.register_post_accumulate_grad_hook(_accumulate_into(views[name]))
@@ -384,6 +421,8 @@ class Trainer:
             self.ranks.control,
             self.ranks.tp_group,
             self.ranks.dp_group,
+            keep_activations=config.memory.activations == "keep",
+            prefix_stream=memory.stream(config.prefix_sms),
         )
 
     def freeze_reference(self, saved: Path | None = None) -> None:
@@ -413,7 +452,7 @@ class Trainer:
         have: dict = {}
         while slots := self.loader.missing(have, position, count):
             pieces: list = [None] * self.ranks.world
-            dist.all_gather_object(pieces, self.loader.fetch(slots))
+            dist.all_gather_object(pieces, self.loader.fetch(slots), group=self.ranks.everyone)
             for piece in pieces:
                 have |= piece
         return self.loader.take(have, position, count)
@@ -452,6 +491,7 @@ def warm_up(trainer: Trainer, step: int, position: int) -> tuple[float, int]:
         choices = [option[0] for option in sample.options] or ["1"]
         letter = choices[int(torch.randint(len(choices), (1,), generator=generator))]
         target = tokenizer(f"<answer>{letter}</answer>{tokenizer.eos_token}", return_tensors="pt")["input_ids"]
+        target = target.to(memory.device())
         tokens += target.numel()
         if i % (ranks.world // ranks.tp) != ranks.replica:
             continue
@@ -474,21 +514,25 @@ def train_step(trainer: Trainer, step: int, position: int) -> tuple[dict, int]:
     mine = samples[ranks.replica :: ranks.world // ranks.tp]
     groups = [sched.Group(sample) for sample in mine]
     requests = [
-        rollout.Request(str(i), group.sample.prompt_ids, group.sample.media, config.rollout.n, _seed(config, step, group.sample))
+        rollout.Request(
+            str(i), group.sample.prompt_ids, group.sample.media, config.rollout.n, _seed(config, step, group.sample)
+        )
         for i, group in enumerate(groups)
         if i % trainer.plan.q == ranks.tp_rank
     ]
-    sums: dict[str, float] = {}
+    sums: dict[str, torch.Tensor] = {}
 
     def score(answered: list[sched.Group]) -> None:
         for group in answered:
             texts = [trainer.dataset.tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in group.responses]
             finished = [r.finish_reason == "stop" for r in group.responses]
-            group.rewards = torch.tensor([data.reward(group.sample, t, f) for t, f in zip(texts, finished, strict=True)])
+            group.rewards = torch.tensor(
+                [data.reward(group.sample, t, f) for t, f in zip(texts, finished, strict=True)]
+            )
 
     def prepare(answered: list[sched.Group]) -> float:
         for group in answered:
-            group.advantages = advantages(group.rewards, config.algo.normalize_std)
+            group.advantages = advantages(group.rewards, config.algo.normalize_std).to(memory.device())
             if config.algo.mask_truncated:
                 group.mask[[i for i, r in enumerate(group.responses) if r.finish_reason == "length"]] = False
         return denominator(answered, config.algo)
@@ -497,8 +541,9 @@ def train_step(trainer: Trainer, step: int, position: int) -> tuple[dict, int]:
         # One update per rollout: the weights that sampled are the weights being trained.
         arguments = new, new.detach(), group.rollout_logprobs, group.ref_logprobs, group.advantages, group.mask
         value, parts = policy_loss(*arguments, config.algo)
-        for name, part in parts.items():
-            sums[name] = max(sums.get(name, 0.0), part.item()) if name == "gap_max" else sums.get(name, 0.0) + part.item()
+        for name, part in parts.items():  # stays on the device: reading a value would wait for it
+            both = torch.stack([sums.get(name, torch.zeros_like(part)), part])
+            sums[name] = both.amax() if name == "gap_max" else both.sum()
         return value
 
     info = trainer.schedule.iterate(groups, requests, score, prepare, loss, step)
@@ -512,25 +557,32 @@ def _seed(config: Config, step: int, sample: data.Sample) -> int:
     return hash((config.seed, step, sample.index)) % 2**31
 
 
-def _metrics(trainer: Trainer, groups: list[sched.Group], sums: dict[str, float], info: optim.StepInfo, step_s: float) -> dict:
+def _metrics(
+    trainer: Trainer, groups: list[sched.Group], sums: dict[str, torch.Tensor], info: optim.StepInfo, step_s: float
+) -> dict:
     """What README's table explains, from sums over all replicas. Collective over all ranks."""
     responses = [r for group in groups for r in group.responses]
     stats = trainer.schedule.rollout
     mine = dict(
-        sums=sums,
+        sums={name: value.item() for name, value in sums.items()},
         rewards=[(group.sample.source, reward) for group in groups for reward in group.rewards.tolist()],
         flat=sum(not group.advantages.any() for group in groups),
         lengths=[len(r.token_ids) for r in responses],
         truncated=sum(r.finish_reason == "length" for r in responses),
         nll=-sum(sum(r.logprobs) for r in responses),
         prompt_tokens=sum(len(group.sample.input_ids) for group in groups),
+        flops=sum(_group_flops(trainer, group) for group in groups),
         chance=[1 / len(group.sample.options) for group in groups if group.sample.options],
-        generate_s=(max(w.end_ns for w in stats.timeline) - min(w.start_ns for w in stats.timeline)) / 1e9 if stats else 0.0,
+        generate_s=(max(w.end_ns for w in stats.timeline) - min(w.start_ns for w in stats.timeline)) / 1e9
+        if stats
+        else 0.0,
     )
     everyone: list = [None] * trainer.ranks.world
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, mine, group=trainer.ranks.everyone)
     replicas = everyone[:: trainer.ranks.tp]
-    total = {name: sum(r["sums"].get(name, 0.0) for r in replicas) for name in ("loss", "kl", "gap", "clipped", "tokens")}
+    total = {
+        name: sum(r["sums"].get(name, 0.0) for r in replicas) for name in ("loss", "kl", "gap", "clipped", "tokens")
+    }
     tokens = max(1.0, total["tokens"])
     rewards = [reward for r in replicas for _, reward in r["rewards"]]
     lengths = [length for r in replicas for length in r["lengths"]]
@@ -559,8 +611,28 @@ def _metrics(trainer: Trainer, groups: list[sched.Group], sums: dict[str, float]
         "generate_s": (generate_s := max(r["generate_s"] for r in everyone)),
         "tok_s_generate": sum(lengths) / max(generate_s, 1e-9),
         "step_s": step_s,
+        "model_flops": sum(r["flops"] for r in replicas),
         "tokens": sum(lengths) + sum(r["prompt_tokens"] for r in replicas),
     }
+
+
+def _group_flops(trainer: Trainer, group: sched.Group) -> float:
+    """Useful floating-point operations of one group in a step: 2 per weight and token forward, 4 backward, and attention.
+
+    Forward and backward for the actor, forward for the reference; a recomputed forward does not count. The vision tower's few
+    window attentions are left out, its weights are not.
+    """
+    text, responses = trainer.actor.config.text_config, [len(r.token_ids) for r in group.responses]
+    p, visual = len(group.sample.input_ids), int(group.sample.grid_thw.prod(-1).sum())
+    rows = weights.table(trainer.actor.config, trainer.config.qkv)
+    sizes = {vision: 0 for vision in (True, False)}
+    for row in rows:
+        if row.hf != "model.embed_tokens.weight":
+            sizes[row.hf.startswith("visual.")] += torch.Size(row.shape).numel()
+    pairs = p * p / 2 + sum(s * (p + s / 2) for s in responses)  # (query, key) pairs, the prompt once
+    forward = 2 * sizes[False] * (p + sum(responses)) + 2 * sizes[True] * visual
+    forward += 4 * text.hidden_size * text.num_hidden_layers * pairs
+    return forward * (3 + (trainer.schedule.reference is not None))
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------------------------
@@ -576,7 +648,12 @@ def save_checkpoint(trainer: Trainer, step: int, position: int) -> None:
         partial.mkdir(parents=True)
     dist.barrier()
     if ranks.replica == 0:  # replicas hold the same state
-        state = dict(optimizer=trainer.optimizer.state_dict(), position=position, seen=trainer.loader.seen, bad=trainer.loader.bad)
+        state = dict(
+            optimizer=trainer.optimizer.state_dict(),
+            position=position,
+            seen=trainer.loader.seen,
+            bad=trainer.loader.bad,
+        )
         torch.save(state, partial / f"rank{ranks.tp_rank}.pt")
     dist.barrier()
     if ranks.rank == 0:
@@ -606,9 +683,9 @@ def load_checkpoint(trainer: Trainer) -> tuple[int, int]:
 class Log:
     """Rank 0's output: the step line, metrics.jsonl, trace.json and, if asked, Weights & Biases."""
 
-    def __init__(self, config: Config, run_dir: Path, rank: int):
-        self.config, self.rank, self.begin = config, rank, time.monotonic()
-        if rank:
+    def __init__(self, config: Config, run_dir: Path, ranks: Ranks):
+        self.config, self.ranks, self.begin = config, ranks, time.monotonic()
+        if ranks.rank:
             return
         self._metrics = (run_dir / "metrics.jsonl").open("a")
         self._trace = sched.TraceFile(run_dir / "trace.json")
@@ -621,17 +698,21 @@ class Log:
     def step(self, step: int, metrics: dict, timeline: sched.Timeline) -> None:
         """Collective over all ranks: gathers their trace events. Seconds per phase are rank 0's and add up to step_s."""
         events, seconds = timeline.take()
-        gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, events)
-        if self.rank:
+        gathered: list = [None] * self.ranks.world
+        dist.all_gather_object(gathered, events, group=self.ranks.everyone)
+        if self.ranks.rank:
             return
         for event in (event for rank_events in gathered for event in rank_events):
             event["args"] = {"step": step} | event["args"]
             self._trace.write([event])
         seconds["other"] = metrics["step_s"] - sum(seconds.values())
         metrics |= {f"phase/{name}": value for name, value in seconds.items()}
-        busy = sum(v for name, v in seconds.items() if name in ("reference prefix", "actor prefix", "reference", "actor"))
+        busy = sum(
+            v for name, v in seconds.items() if name in ("reference prefix", "actor prefix", "reference", "actor")
+        )
         metrics["tok_s_train"] = metrics["tokens"] / max(busy, 1e-9)
+        peak = memory.peak_flops()
+        metrics["mfu"] = None if peak is None else metrics["model_flops"] / self.ranks.world / max(busy, 1e-9) / peak
         metrics["elapsed_s"] = time.monotonic() - self.begin
         record = {"step": step} | metrics
         self._metrics.write(json.dumps(record) + "\n")
@@ -643,7 +724,7 @@ class Log:
     def _line(self, step: int, m: dict, seconds: dict[str, float]) -> str:
         eta_s = (self.config.steps - step - 1) * m["step_s"]
         phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005 or name == "other")
-        mfu = "n/a" if memory.peak_flops() is None else f"{m['mfu']:.1%}"
+        mfu = "n/a" if m["mfu"] is None else f"{m['mfu']:.1%}"
         return (
             f"step {step + 1}/{self.config.steps}  reward {m['reward_mean']:.3f}  loss {m['loss']:+.4f}  kl {m['kl']:.4f}  "
             f"clip {m['clip_fraction']:.3f}  |Δlogp| {m['logprob_diff_mean']:.1e} (max {m['logprob_diff_max']:.1e})  "
@@ -653,11 +734,11 @@ class Log:
         )
 
     def say(self, text: str) -> None:
-        if self.rank == 0:
+        if self.ranks.rank == 0:
             print(text, flush=True)
 
     def close(self) -> None:
-        if self.rank == 0 and self._wandb is not None:
+        if self.ranks.rank == 0 and self._wandb is not None:
             self._wandb.finish()
 
 
@@ -667,11 +748,18 @@ def facts(trainer: Trainer) -> str:
     parameters = weights.coverage(weights.table(trainer.actor.config, config.qkv))
     total = sum(parameters.values())
     share = " / ".join(f"{100 * count / total:.1f}" for count in parameters.values())
-    prompts, answers = config.data.max_prompt_tokens * config.prompts, config.rollout.max_new_tokens * config.prompts * config.rollout.n
+    prompts, answers = (
+        config.data.max_prompt_tokens * config.prompts,
+        config.rollout.max_new_tokens * config.prompts * config.rollout.n,
+    )
     reference = trainer.arena.nbytes("reference") if config.algo.kl_coef else 0
     case3 = weights.fused_nbytes(plan) if config.qkv == "fused" else 0
     rows = (
-        ("weights, shared with the engine", plan.nbytes, f"rollout TP {plan.rollout_tp} shard, cases 1/2/3: {share} % of parameters"),
+        (
+            "weights, shared with the engine",
+            plan.nbytes,
+            f"rollout TP {plan.rollout_tp} shard, cases 1/2/3: {share} % of parameters",
+        ),
         ("weights, the trainer's own QKV", case3, "Case 3, permuted into the snapshot after each update"),
         ("reference weights", reference, "host; on the device only around their two windows"),
         ("gradients", 4 * trainer.numel, "FP32, Phases 2 and 3"),
@@ -700,6 +788,7 @@ class Ends:
 
     def __init__(self, rank: int):
         self.rank, self.trainer, self.timeline, self.run_dir, self.step = rank, None, None, None, None
+        self._store: dist.TCPStore | None = None
         self._read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -732,13 +821,20 @@ class Ends:
         finally:
             os._exit(status)
 
+    def connect(self) -> None:
+        """Call once the process group exists. A connection of its own: the group's is locked while a collective waits on it."""
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        limit = timedelta(seconds=5)
+        self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+
     def _first(self, reason: str) -> bool:
         """Whether this rank is the first to report: the others fail only because it did."""
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            return store.compare_set("rollplex/failure", "", reason).decode() == reason
-        except Exception:  # no store: nothing is distributed yet, and every rank sees the same error
+        if self._store is None:  # nothing is distributed yet, and every rank sees the same error
             return self.rank == 0
+        try:
+            return self._store.compare_set("rollplex/failure", "", reason).decode() == reason
+        except RuntimeError:  # torchrun is gone, and the store with it
+            return True
 
 
 # ---- the loop ---------------------------------------------------------------------------------------------------------------
@@ -747,7 +843,7 @@ class Ends:
 def prepare_run(config: Config, ranks: Ranks) -> tuple[Path, Path]:
     """Agree on the run directory and the model directory; rank 0 makes them. Collective."""
     chosen: list = [config.run_dir or f"runs/{Path(config.model).name}-{config.overlap}-{time.strftime('%m%d-%H%M%S')}"]
-    dist.broadcast_object_list(chosen)
+    dist.broadcast_object_list(chosen, group=ranks.everyone)
     run_dir = Path(chosen[0])
     if ranks.rank == 0:
         if (run_dir / "metrics.jsonl").exists() and not config.resume:
@@ -763,8 +859,9 @@ def prepare_run(config: Config, ranks: Ranks) -> tuple[Path, Path]:
 
 def train(config: Config, ends: Ends) -> None:
     ranks = join(config)
+    ends.connect()
     run_dir, model_dir = prepare_run(config, ranks)
-    log = Log(config, run_dir, ranks.rank)
+    log = Log(config, run_dir, ranks)
     log.say(json.dumps(asdict(config)))
     ends.trainer = trainer = Trainer(config, ranks, run_dir, model_dir)
     ends.timeline, ends.run_dir = trainer.timeline, run_dir
@@ -801,7 +898,9 @@ def train(config: Config, ends: Ends) -> None:
 
     if config.export:
         weights.export_hf(trainer.snapshot, model_dir, run_dir / "model", ranks.tp_group)
-        log.say(f"model: {run_dir}/model   metrics: {run_dir}/metrics.jsonl   trace: {run_dir}/trace.json (ui.perfetto.dev)")
+        log.say(
+            f"model: {run_dir}/model   metrics: {run_dir}/metrics.jsonl   trace: {run_dir}/trace.json (ui.perfetto.dev)"
+        )
         log.say(f"curves: python bench.py curves {run_dir}")
     log.close()
     trainer.close()
@@ -812,7 +911,12 @@ def main() -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         config = configure(sys.argv[1:], world)
-        _require("RANK" in os.environ, "nproc-per-node", "(none)", "train.py under torchrun: torchrun --nproc-per-node 2 train.py")
+        _require(
+            "RANK" in os.environ,
+            "nproc-per-node",
+            "(none)",
+            "train.py under torchrun: torchrun --nproc-per-node 2 train.py",
+        )
     except ValueError as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)

@@ -68,10 +68,18 @@ def table(config, qkv: str = "fused") -> list[Logical]:
     def add(hf: str, shape: tuple[int, ...], axis: int | None, vllm: str, train: str, case: int = 1) -> None:
         rows.append(Logical(hf, shape, axis, f"language_model.{vllm}", f"lm.{train}", case))
 
-    add("model.embed_tokens.weight", (vocab, hidden), 0, "model.embed_tokens.weight", "embedding.word_embeddings.weight")
+    add(
+        "model.embed_tokens.weight", (vocab, hidden), 0, "model.embed_tokens.weight", "embedding.word_embeddings.weight"
+    )
     for i in range(text.num_hidden_layers):
         layer, train = f"model.layers.{i}.", f"decoder.layers.{i}."
-        add(f"{layer}input_layernorm.weight", (hidden,), None, f"{layer}input_layernorm.weight", f"{train}input_layernorm.weight")
+        add(
+            f"{layer}input_layernorm.weight",
+            (hidden,),
+            None,
+            f"{layer}input_layernorm.weight",
+            f"{train}input_layernorm.weight",
+        )
         for kind in ("weight", "bias"):
             for part, size in (("q", query), ("k", kv), ("v", kv)):
                 add(
@@ -184,7 +192,9 @@ def check_degrees(config, train_tp: int, rollout_tp: int, qkv: str) -> None:
         ("padded vocabulary rows", memory.align(text.vocab_size, VOCAB_MULTIPLE)),
     ):
         if size % train_tp:
-            raise ValueError(f"--train-tp {train_tp} does not divide the model's {size} {name}; choose a divisor of {size}")
+            raise ValueError(
+                f"--train-tp {train_tp} does not divide the model's {size} {name}; choose a divisor of {size}"
+            )
 
 
 # ---- the trainer's side -----------------------------------------------------------------------------------------------------
@@ -227,7 +237,9 @@ def shards(plan: Layout, tp_rank: int) -> list[Shard]:
         storage = slot.storage if replicated else (slot.storage[0] // plan.q, *slot.storage[1:])
         skip = 0 if replicated else (tp_rank % plan.q) * math.prod(storage) * plan.dtype.itemsize
         out.append(
-            Shard(slot.logical.train, storage, slot.logical.axis == 1, replicated, slot.logical.case, slot.offset + skip)
+            Shard(
+                slot.logical.train, storage, slot.logical.axis == 1, replicated, slot.logical.case, slot.offset + skip
+            )
         )
     return out
 
@@ -300,7 +312,9 @@ class Snapshot:
         for slot in self.plan.slots:
             if slot.logical.axis is not None:
                 whole = slot.tensor(self.bytes, self.plan.dtype)
-                dist.all_gather(list(whole.chunk(self.plan.q)), self.slab(slot), group=self.group)
+                dist.all_gather_into_tensor(
+                    whole, self.slab(slot), group=self.group
+                )  # in place: no copy of the own slab
 
 
 def _split_groups(interleaved: torch.Tensor, plan: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -339,7 +353,9 @@ def bind_engine(model: torch.nn.Module, snapshot: torch.Tensor, plan: Layout) ->
         raise RuntimeError(f"engine and layout disagree about parameters: {sorted(named.keys() ^ views.keys())[:8]}")
     for name, parameter in named.items():
         if parameter.shape != views[name].shape:
-            raise RuntimeError(f"engine parameter {name} has shape {tuple(parameter.shape)}, layout {tuple(views[name].shape)}")
+            raise RuntimeError(
+                f"engine parameter {name} has shape {tuple(parameter.shape)}, layout {tuple(views[name].shape)}"
+            )
         parameter.data = views[name]
     if snapshot.device.type == "cpu":
         _keep_weights_in_place(model)
@@ -375,14 +391,15 @@ def init_random(snapshot: Snapshot, seed: int, config) -> None:
 
     The standard deviations are `config`'s initializer ranges, of the text and of the vision part.
     """
+    device = snapshot.bytes.device
     for slot in snapshot.plan.slots:
         name, shape = slot.logical.hf, _published_shape(slot, snapshot.plan)
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
         if len(shape) > 1:
             part = config.vision_config if name.startswith("visual.") else config.text_config
-            whole = torch.randn(shape, generator=generator) * part.initializer_range
+            whole = torch.randn(shape, generator=generator, device=device) * part.initializer_range
         else:
-            whole = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+            whole = (torch.zeros if name.endswith("bias") else torch.ones)(shape)
         _fill(snapshot, slot, whole[_rows(snapshot, slot)])
     snapshot.fuse()
 
@@ -398,7 +415,9 @@ def load_hf(snapshot: Snapshot, directory: str | Path) -> None:
             view = file.get_slice(key)
             expected = _published_shape(slot, snapshot.plan)
             if tuple(view.get_shape()) != expected:
-                raise ValueError(f"--model {directory}: {key} has shape {tuple(view.get_shape())}, its config.json says {expected}")
+                raise ValueError(
+                    f"--model {directory}: {key} has shape {tuple(view.get_shape())}, its config.json says {expected}"
+                )
             _fill(snapshot, slot, view[_rows(snapshot, slot)])
     snapshot.fuse()
 
@@ -442,7 +461,9 @@ def _index(directory: Path) -> dict[str, tuple[Path, str]]:
     return found
 
 
-def export_hf(snapshot: Snapshot, source: str | Path, target: str | Path, tp_group=None, shard_bytes: int = 4 << 30) -> None:
+def export_hf(
+    snapshot: Snapshot, source: str | Path, target: str | Path, tp_group=None, shard_bytes: int = 4 << 30
+) -> None:
     """Write the published model as a directory that transformers loads; config and tokenizer are copied from `source`.
 
     A collective of the `tp_group`; rank 0 writes. The directory appears under its name only when complete.
@@ -458,7 +479,7 @@ def export_hf(snapshot: Snapshot, source: str | Path, target: str | Path, tp_gro
         whole = _gather(snapshot, slot, tp_group)
         if rank:
             continue
-        pending[slot.logical.hf] = whole[: _published_shape(slot, plan)[0]].contiguous()
+        pending[slot.logical.hf] = whole[: _published_shape(slot, plan)[0]].cpu().contiguous()
         if sum(t.nbytes for t in pending.values()) >= shard_bytes or slot is plan.slots[-1]:
             written.append(list(pending))
             save_file(pending, partial / f"model-{len(written):05d}.safetensors", metadata={"format": "pt"})
@@ -535,7 +556,9 @@ def _main(args: _Demo) -> None:
         for case, text in ((1, "same axis and order"), (2, "transposed storage"), (3, "permuted copy")):
             print(f"  Case {case}  {text:20s} {counts[case] / 1e9:6.2f} B  {100 * counts[case] / total:5.1f} %")
     case3 = sum(math.prod(slot.storage) for slot in plan.slots if slot.logical.case == 3) * plan.dtype.itemsize
-    print(f"  BF16 snapshot {plan.nbytes / 2**30:.2f} GiB per GPU, of it {case3 / 2**30:.2f} GiB Case-3 inference layout;")
+    print(
+        f"  BF16 snapshot {plan.nbytes / 2**30:.2f} GiB per GPU, of it {case3 / 2**30:.2f} GiB Case-3 inference layout;"
+    )
     print(f"  the trainer's own fused QKV takes {fused_nbytes(plan) / 2**30:.2f} GiB beside it")
 
 

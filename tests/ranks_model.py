@@ -88,6 +88,16 @@ def case(source: Path, kinds: list[str], qkv: str, dtype: torch.dtype, logprob_b
     gap = (ours - theirs).abs().max().item()
     assert gap <= logprob_bar, f"{kinds} {qkv} {dtype}: log-probabilities differ by {gap}"
 
+    kept = {name: parameter.grad.clone() for name, parameter in actor.named_parameters() if parameter.grad is not None}
+    actor.zero_grad()
+    prefix = actor.prefix(sample, keep=False)
+    (actor.suffix(prefix, responses, TEMPERATURE) * weight).sum().backward()
+    actor.prefix_backward(prefix)
+    for name, gradient in kept.items():
+        assert torch.equal(gradient, actor.get_parameter(name).grad), (
+            f"{name}: recomputing the prefix changed its gradient"
+        )
+
     with torch.no_grad():
         frozen = actor.prefix(sample)
         assert frozen.attached is None and torch.equal(actor.suffix(frozen, responses, TEMPERATURE), ours)
@@ -98,11 +108,17 @@ def compare_gradients(actor, theirs: dict, table: list, plan, bar: float) -> Non
     rank, world = dist.get_rank(), dist.get_world_size()
     for name, parameter in actor.named_parameters():
         rows = [row for row in table if row.train == name]
-        full = [theirs[row.hf.replace("model.", "model.language_model.", 1).replace("visual.", "model.visual.")] for row in rows]
+        full = [
+            theirs[row.hf.replace("model.", "model.language_model.", 1).replace("visual.", "model.visual.")]
+            for row in rows
+        ]
         if all(p.grad is None for p in full):  # a text-only prompt does not reach the vision tower
             assert parameter.grad is None, name
             continue
-        pieces = [p.grad if row.axis is None else p.grad.chunk(world, row.axis)[rank] for row, p in zip(rows, full, strict=True)]
+        pieces = [
+            p.grad if row.axis is None else p.grad.chunk(world, row.axis)[rank]
+            for row, p in zip(rows, full, strict=True)
+        ]
         if len(pieces) == 3:  # Megatron's order by head group
             groups = plan.groups // world
             pieces = [piece.reshape(groups, -1, *piece.shape[1:]) for piece in pieces]

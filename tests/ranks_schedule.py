@@ -46,7 +46,9 @@ def overlapped_us(events: list[dict], names: set[str]) -> float:
 
 def main() -> None:
     run_dir, options = Path(sys.argv[1]), json.loads(sys.argv[2])
-    config = replace(train.TINY, run_dir=str(run_dir), prompts=6, rollout=replace(train.TINY.rollout, max_new_tokens=24))
+    config = replace(
+        train.TINY, run_dir=str(run_dir), prompts=6, rollout=replace(train.TINY.rollout, max_new_tokens=24)
+    )
     config = replace(config, algo=replace(config.algo, kl_coef=0.1), **options)
     ranks = train.join(config)
     run_dir, model_dir = train.prepare_run(config, ranks)

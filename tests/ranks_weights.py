@@ -25,7 +25,9 @@ def engine_reference(hf: dict[str, torch.Tensor], config, rollout_tp: int, j: in
             parts = [take(f"{source}self_attn.{x}_proj.{kind}", 0) for x in "qkv"]
             out[f"{target}self_attn.qkv_proj.{kind}"] = torch.cat(parts)
         out[f"{target}self_attn.o_proj.weight"] = take(f"{source}self_attn.o_proj.weight", 1)
-        out[f"{target}mlp.gate_up_proj.weight"] = torch.cat([take(f"{source}mlp.{x}_proj.weight", 0) for x in ("gate", "up")])
+        out[f"{target}mlp.gate_up_proj.weight"] = torch.cat(
+            [take(f"{source}mlp.{x}_proj.weight", 0) for x in ("gate", "up")]
+        )
         out[f"{target}mlp.down_proj.weight"] = take(f"{source}mlp.down_proj.weight", 1)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             out[f"{target}{norm}.weight"] = hf[f"{source}{norm}.weight"]

@@ -40,7 +40,9 @@ def checkpoint_small(root: Path, name: str, tied: bool) -> Path:
         tensors = load_file(path)
         for key, tensor in tensors.items():
             norm = "norm" in key or "ln_q" in key
-            tensors[key] = 1 + 0.1 * tensor if norm else tensor * (0.1 if tensor.dim() == 1 else tensor[0].numel() ** -0.5)
+            tensors[key] = (
+                1 + 0.1 * tensor if norm else tensor * (0.1 if tensor.dim() == 1 else tensor[0].numel() ** -0.5)
+            )
         save_file(tensors, path, metadata={"format": "pt"})
     return source
 

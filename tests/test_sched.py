@@ -16,7 +16,9 @@ import sched
 RANKS = Path(__file__).parent / "ranks_schedule.py"
 
 
-@pytest.mark.parametrize("options", [{"qkv": "fused"}, {"qkv": "split", "dtype": "bfloat16"}], ids=["fp32-fused", "bf16-split"])
+@pytest.mark.parametrize(
+    "options", [{"qkv": "fused"}, {"qkv": "split", "dtype": "bfloat16"}], ids=["fp32-fused", "bf16-split"]
+)
 def test_both_schedules_give_the_same_update_bit_for_bit(tmp_path, torchrun, options):
     torchrun(RANKS, str(tmp_path / "run"), json.dumps(options))
 

@@ -54,7 +54,9 @@ def example(seed: int = 0) -> tuple:
 def test_policy_loss_against_the_formula(aggregate, estimator, tis_cap):
     """The published objective, token by token, in Python floats."""
     new, old, rollout, ref, advantage, mask = example()
-    algo = train.AlgoConfig(kl_coef=0.3, kl_estimator=estimator, clip_low=0.2, clip_high=0.28, aggregate=aggregate, tis_cap=tis_cap)
+    algo = train.AlgoConfig(
+        kl_coef=0.3, kl_estimator=estimator, clip_low=0.2, clip_high=0.28, aggregate=aggregate, tis_cap=tis_cap
+    )
     total, sums = train.policy_loss(new, old, rollout, ref, advantage, mask, algo)
     expected, clipped = 0.0, 0
     for i in range(4):
@@ -95,7 +97,9 @@ def test_on_policy_gradient_is_the_policy_gradient():
     """With old = new the ratio is 1 and the gradient is −A per token, whatever the clip range."""
     new, _, rollout, _, advantage, mask = example(3)
     new.requires_grad_()
-    train.policy_loss(new, new.detach(), rollout, None, advantage, mask, train.AlgoConfig(kl_coef=0.0, clip_low=0.0))[0].backward()
+    train.policy_loss(new, new.detach(), rollout, None, advantage, mask, train.AlgoConfig(kl_coef=0.0, clip_low=0.0))[
+        0
+    ].backward()
     assert torch.allclose(new.grad, -advantage[:, None] * mask)
 
 
@@ -111,7 +115,9 @@ def test_denominator_counts_tokens_or_responses():
 def test_presets_follow_the_model():
     assert train.parse([]) == train.TINY
     assert train.parse(["--model=tiny", "--steps", "3"]) == replace(train.TINY, steps=3)
-    assert train.parse(["--model", "qwen2.5-vl-7b", "--weights", "random"]) == train.Config(model="qwen2.5-vl-7b", weights="random")
+    assert train.parse(["--model", "qwen2.5-vl-7b", "--weights", "random"]) == train.Config(
+        model="qwen2.5-vl-7b", weights="random"
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,12 +143,24 @@ def test_a_bad_argument_starts_nothing_and_is_said_once():
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2"}
     command = [sys.executable, str(TRAIN), "--train-tp", "3"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and done.stderr.strip() == "error: --train-tp 3: expected a divisor of the 2 ranks that torchrun started"
+    assert (
+        done.returncode == 2
+        and done.stderr.strip() == "error: --train-tp 3: expected a divisor of the 2 ranks that torchrun started"
+    )
 
 
 def test_help_explains_every_field():
-    text = subprocess.run([sys.executable, str(TRAIN), "--help"], check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    for name in ("--overlap", "--qkv", "--algo.kl-coef", "--data.path", "--rollout.temperature", "--optimizer.chunk-mib"):
+    text = subprocess.run(
+        [sys.executable, str(TRAIN), "--help"], check=True, capture_output=True, text=True, cwd=ROOT
+    ).stdout
+    for name in (
+        "--overlap",
+        "--qkv",
+        "--algo.kl-coef",
+        "--data.path",
+        "--rollout.temperature",
+        "--optimizer.chunk-mib",
+    ):
         assert name in text
     assert "reference and actor prefixes run beside decode" in " ".join(text.replace("│", " ").split())
 
@@ -169,7 +187,15 @@ def leftovers(run_dir: Path) -> list[str]:
 
 
 def start(run_dir: Path, *arguments: str, ranks: int = 2) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+    ]
     command += ["--nproc-per-node", str(ranks), str(TRAIN), "--run-dir", str(run_dir), *arguments]
     environment = os.environ | {"ROLLPLEX_TEST_RUN": str(run_dir), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -213,7 +239,13 @@ def camera_dataset(root: Path) -> Path:
         shutil.copy(path, root / path.name) if path.parent != root else None
         options = ["A. a road", "B. an animal", "C. a room", "D. something else"]
         rows.append(
-            dict(problem_id=i, problem="What is shown?", data_type="video", problem_type="multiple choice", options=options)
+            dict(
+                problem_id=i,
+                problem="What is shown?",
+                data_type="video",
+                problem_type="multiple choice",
+                options=options,
+            )
             | dict(solution="<answer>D</answer>", path=f"./{path.name}", data_source="camera")
         )
     (root / "data.json").write_text(json.dumps(rows))
@@ -231,9 +263,25 @@ def test_camera_footage_from_a_checkpoint_and_an_exact_resume(tmp_path):
             shutil.copy(path, source / path.name)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}))
-    arguments = ["--model", str(source), "--data.path", str(camera_dataset(tmp_path)), "--dtype", "float32", "--prompts", "2"]
+    arguments = [
+        "--model",
+        str(source),
+        "--data.path",
+        str(camera_dataset(tmp_path)),
+        "--dtype",
+        "float32",
+        "--prompts",
+        "2",
+    ]
     arguments += ["--steps", "4", "--checkpoint-every", "2", "--optimizer.lr", "1e-4", "--rollout.max-new-tokens", "16"]
-    arguments += ["--data.max-bad-fraction", "0.9", "--data.max-prompt-tokens", "1024", "--data.max-pixels", str(16 * 784)]
+    arguments += [
+        "--data.max-bad-fraction",
+        "0.9",
+        "--data.max-prompt-tokens",
+        "1024",
+        "--data.max-pixels",
+        str(16 * 784),
+    ]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     finish(start(whole, *arguments), 300)
     assert sorted(p.name for p in whole.glob("checkpoint-*")) == ["checkpoint-000002", "checkpoint-000004"]
@@ -291,9 +339,10 @@ def test_whatever_dies_everything_ends_and_one_reason_is_given(tmp_path, what):
 
 def _is_of(pid: int, run_dir: Path) -> bool:
     environment = Path(f"/proc/{pid}/environ").read_bytes()
-    return f"ROLLPLEX_TEST_RUN={run_dir}".encode() in environment and b"torch.distributed.run" not in Path(
-        f"/proc/{pid}/cmdline"
-    ).read_bytes()
+    return (
+        f"ROLLPLEX_TEST_RUN={run_dir}".encode() in environment
+        and b"torch.distributed.run" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
 
 
 @pytest.mark.timeout(200)
@@ -302,5 +351,8 @@ def test_a_dataset_that_cannot_be_used_stops_with_its_name(tmp_path):
     process = start(tmp_path / "run", "--data.path", str(tmp_path / "data.json"))
     out = process.communicate(timeout=150)[0]
     assert process.returncode != 0 and out.count("rollplex stopped:") == 1 and "data.json" in out, out[-3000:]
-    assert "Traceback (most recent call last):\n  File" not in out.split("rollplex stopped:")[1].split("torch.distributed")[0]
+    assert (
+        "Traceback (most recent call last):\n  File"
+        not in out.split("rollplex stopped:")[1].split("torch.distributed")[0]
+    )
     assert not leftovers(tmp_path / "run")

@@ -36,7 +36,10 @@ def checkpoint(root: Path, name: str, tied: bool, kv_heads: int = 2, vocab: int 
 
 
 def test_two_ranks_one_engine_each(tmp_path, torchrun):
-    untied, tied = checkpoint(tmp_path, "untied", False), checkpoint(tmp_path, "tied", True, vocab=400)  # 400: rows of padding
+    untied, tied = (
+        checkpoint(tmp_path, "untied", False),
+        checkpoint(tmp_path, "tied", True, vocab=400),
+    )  # 400: rows of padding
     cases = [(untied, 1, "fused", "float32"), (untied, 1, "split", "bfloat16"), (tied, 2, "fused", "float32")]
     torchrun(RANKS, str(tmp_path), json.dumps([[str(source), *rest] for source, *rest in cases]))
 
@@ -66,7 +69,9 @@ def test_paper_coverage_of_32b():
     [("qwen2.5-vl-3b", 3.75), ("qwen2.5-vl-7b", 8.29), ("qwen2.5-vl-32b", 33.45), ("qwen2.5-vl-72b", 73.41)],
 )
 def test_named_configurations_have_the_published_size(name, billions):
-    assert sum(weights.coverage(weights.table(models.load_config(name))).values()) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert sum(weights.coverage(weights.table(models.load_config(name))).values()) / 1e9 == pytest.approx(
+        billions, abs=0.01
+    )
 
 
 def test_snapshot_is_the_weights_and_little_else():
