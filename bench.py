@@ -29,9 +29,9 @@ import matplotlib
 
 matplotlib.use("Agg")  # before pyplot: no display is needed
 
-import matplotlib.pyplot as plt  # noqa: E402
-import tyro  # noqa: E402
-from matplotlib.ticker import MaxNLocator  # noqa: E402
+import matplotlib.pyplot as plt
+import tyro
+from matplotlib.ticker import MaxNLocator
 
 _SEED = re.compile(r"[-_.]?s(eed)?[-_=]?\d+$")
 _NEEDED = ("step", "reward_mean", "step_s")

@@ -1,4 +1,5 @@
-"""Memory: an arena with stable addresses that two processes share, a host pool, and everything that depends on the device.
+"""Memory: an arena with stable addresses that two processes share, a host pool, and everything that depends on the
+device.
 
     one trainer rank (one GPU)                              its engine worker on the same GPU
     ┌────────────── Arena ──────────────────┐
@@ -12,16 +13,17 @@
     │ master, exp_avg, exp_avg_sq, reference│    preallocated once, never grows
     └───────────────────────────────────────┘
 
-An object occupies device memory only between its first latency-critical use and its last use (Rollplex, §3.2). What makes that
-cheap is that releasing pages does not invalidate a tensor: its address, shape and strides stay, only the bytes are gone.
-On a CPU a region is a memfd: MAP_SHARED pages that another process maps by path, given back by punching a hole in the file.
-On a GPU it will be a CUDA virtual-memory reservation with exportable physical handles; the interface is the same.
+An object occupies device memory only between its first latency-critical use and its last use (Rollplex, §3.2). What
+makes that cheap is that releasing pages does not invalidate a tensor: its address, shape and strides stay, only the
+bytes are gone. On a CPU a region is a memfd: MAP_SHARED pages that another process maps by path, given back by punching
+a hole in the file. On a GPU it will be a CUDA virtual-memory reservation with exportable physical handles; the
+interface is the same.
 
 Run:
     python memory.py                     # CPU: share a region with a second process, release it, time it
-Left out on purpose: the CUDA backend (device() says so plainly), saved-tensor offload, the planner and the Table 3 contract.
-To change what stays in device memory, edit the acquire and release calls in sched.py; to change how, edit Arena.
-"""
+Left out on purpose: the CUDA backend (device() says so plainly), saved-tensor offload, the planner and the Table 3
+contract. To change what stays in device memory, edit the acquire and release calls in sched.py; to change how, edit
+Arena."""
 
 import mmap
 import os
@@ -31,6 +33,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -39,7 +42,8 @@ import torch
 ALIGN_BYTES = 512  # tensors inside a region start at multiples of this
 
 
-# ---- device section: the only place that asks what hardware there is --------------------------------------------------------
+# ---- device section: the only place that asks what hardware there is
+# --------------------------------------------------------
 
 
 def device() -> torch.device:
@@ -48,7 +52,8 @@ def device() -> torch.device:
 
 
 def select_device(local_rank: int) -> None:
-    """Make GPU `local_rank` this process's current one. Raises ValueError if there are fewer; nothing to do on a CPU."""
+    """Make GPU `local_rank` this process's current one. Raises ValueError if there are fewer; nothing to do on a
+    CPU."""
     if not torch.cuda.is_available():
         return
     if local_rank >= torch.cuda.device_count():
@@ -100,7 +105,8 @@ def peak_flops() -> float | None:
 
 
 def answer_cuda_queries() -> None:
-    """Megatron-Core 0.16.1 asks torch.cuda.current_device() even in CPU runs (its M-RoPE table): answer with the CPU."""
+    """Megatron-Core 0.16.1 asks torch.cuda.current_device() even in CPU runs (its M-RoPE table): answer with the
+    CPU."""
     if not torch.cuda.is_available():
         torch.cuda.current_device = lambda: torch.device("cpu")
 
@@ -108,9 +114,8 @@ def answer_cuda_queries() -> None:
 class Stream:
     """A queue of device work: `with stream:` enqueues on it, record() marks a point, wait(mark) orders after one.
 
-    `sms` limits it to that many of the GPU's SMs (a green context), 0 to none. A CPU executes at once and in program order, so
-    there the marks carry nothing.
-    """
+    `sms` limits it to that many of the GPU's SMs (a green context), 0 to none. A CPU executes at once and in program
+    order, so there the marks carry nothing."""
 
     def __init__(self, sms: int = 0):
         self._cuda = self._context = None
@@ -162,18 +167,20 @@ class MemoryConfig:
     """What stays in device memory."""
 
     activations: Literal["keep", "recompute"] = "keep"
-    """Of actor prefixes, between their forward and backward: keep them, or drop them and compute the prefix a second time."""
+    """Of actor prefixes, between their forward and backward: keep them, or drop them and compute the prefix a second
+    time."""
 
 
-# ---- arena ------------------------------------------------------------------------------------------------------------------
+# ---- arena
+# ------------------------------------------------------------------------------------------------------------------
 
 
 class Arena:
     """Named regions of device memory with constant addresses, some of them shared with another process.
 
-    `sizes` maps a region's name to its bytes. Every region starts released. Keep the arena until every process that attached has
-    stopped: closing it here does not take the pages from them, but nothing else will ever write them again.
-    """
+    `sizes` maps a region's name to its bytes. Every region starts released. Keep the arena until every process that
+    attached has stopped: closing it here does not take the pages from them, but nothing else will ever write them
+    again."""
 
     def __init__(self, sizes: dict[str, int]):
         kind = _DeviceRegion if torch.cuda.is_available() else _HostRegion
@@ -188,7 +195,8 @@ class Arena:
         return self._regions[name].handle()
 
     def acquire(self, name: str) -> torch.Tensor:
-        """Make the region usable and return its bytes, uint8 [nbytes]. A CPU's fresh pages read as zero, a GPU's as anything."""
+        """Make the region usable and return its bytes, uint8 [nbytes]. A CPU's fresh pages read as zero, a GPU's as
+        anything."""
         if name not in self._resident:
             self._regions[name].map()
             self._resident.add(name)
@@ -208,7 +216,8 @@ class Arena:
         return self._regions[name].bytes.numel()
 
     def resident_bytes(self, name: str | None = None) -> int:
-        """Bytes of physical memory that back one region, or all of them: the kernel's count on a CPU, what is mapped on a GPU."""
+        """Bytes of physical memory that back one region, or all of them: the kernel's count on a CPU, what is mapped on
+        a GPU."""
         regions = self._regions.values() if name is None else [self._regions[name]]
         return sum(region.resident_bytes() for region in regions)
 
@@ -245,7 +254,8 @@ class _HostRegion:
 
 
 class _DeviceRegion:
-    """A reserved range of GPU addresses; map() puts fresh physical memory behind it (CUDA driver API, virtual memory)."""
+    """A reserved range of GPU addresses; map() puts fresh physical memory behind it (CUDA driver API, virtual
+    memory)."""
 
     def __init__(self, name: str, nbytes: int):
         self._name, self._size, self._memory, self._server = name, _granules(nbytes), None, None
@@ -268,7 +278,8 @@ class _DeviceRegion:
         return self._size if self._memory is not None else 0
 
     def handle(self) -> str:
-        """Serve the memory's file descriptor to whoever connects: a descriptor's number means nothing in another process."""
+        """Serve the memory's file descriptor to whoever connects: a descriptor's number means nothing in another
+        process."""
         if self._server is None:
             kinds = _cuda().CUmemAllocationHandleType
             posix = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -366,13 +377,14 @@ def _map(address, size: int, memory) -> None:
 
 
 def _tensor_at(address: int, nbytes: int) -> torch.Tensor:
-    class Range:
-        __cuda_array_interface__ = dict(shape=(nbytes,), typestr="|u1", data=(address, False), version=3)
+    place = SimpleNamespace(
+        __cuda_array_interface__=dict(shape=(nbytes,), typestr="|u1", data=(address, False), version=3)
+    )
+    return torch.as_tensor(place, device="cuda")
 
-    return torch.as_tensor(Range(), device="cuda")
 
-
-# ---- host pool --------------------------------------------------------------------------------------------------------------
+# ---- host pool
+# --------------------------------------------------------------------------------------------------------------
 
 
 class HostPool:
@@ -403,14 +415,16 @@ class HostPool:
 
 
 def _pinned(nbytes: int) -> torch.Tensor:
-    """Page-locked host memory. Touched by several threads first: the host grows as it is touched, which is slow in one."""
+    """Page-locked host memory. Touched by several threads first: the host grows as it is touched, which is slow in
+    one."""
     block = torch.empty(align(nbytes, mmap.PAGESIZE), dtype=torch.uint8)
     parts = block.numpy().reshape(-1)[:: mmap.PAGESIZE]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda part: part.fill(0), np.array_split(parts, 64)))
     if status := int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)):
         raise MemoryError(
-            f"cannot pin {nbytes / 2**30:.1f} GiB of host memory (cudaHostRegister: {status}); lower the state on the host"
+            f"cannot pin {nbytes / 2**30:.1f} GiB of host memory (cudaHostRegister: {status}); "
+            "the optimizer's state and the reference have to fit there"
         )
     return block
 

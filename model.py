@@ -7,13 +7,13 @@
                                                                ▼ │
     last prompt token + response ─► embedding ─► [N, 1+S tokens attending to the boundary] ─► log-probabilities
 
-The prefix does not depend on the response, so it may run while the engine still decodes (Rollplex §3.1). Its K and V (after
-rotary embedding) cross a boundary of detached leaves: suffix backward deposits gradients there, and prefix_backward() sends the
-sum through the language model, the projector and the vision tower once per group. The last prompt token belongs to the suffix, so
-that no hidden state has to cross the boundary.
+The prefix does not depend on the response, so it may run while the engine still decodes (Rollplex §3.1). Its K and V
+(after rotary embedding) cross a boundary of detached leaves: suffix backward deposits gradients there, and
+prefix_backward() sends the sum through the language model, the projector and the vision tower once per group. The last
+prompt token belongs to the suffix, so that no hidden state has to cross the boundary.
 
-The language model is tensor parallel; the vision tower (transformers) is replicated, every rank computing the same values.
-All parameters are views of memory that weights.py lays out: this file only says which function they compute.
+The language model is tensor parallel; the vision tower (transformers) is replicated, every rank computing the same
+values. All parameters are views of memory that weights.py lays out: this file only says which function they compute.
 
 Run:
     python model.py                          # CPU: prefix/suffix log-probabilities against transformers
@@ -44,13 +44,13 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 
 import memory
 
-# B prompts, N responses a prompt, P prompt tokens, S response tokens (padded), H query heads, K key/value heads of this rank,
-# D head size, V vocabulary rows of this rank. Megatron's activations are [tokens, batch, ...].
+# B prompts, N responses a prompt, P prompt tokens, S response tokens (padded), H query heads, K key/value heads of this
+# rank, D head size, V vocabulary rows of this rank. Megatron's activations are [tokens, batch, ...].
 
 FORBIDDEN_BIAS = -100.0  # added to the logits of ids that must not be sampled, by the engine and by the trainer alike
 
-# Published dimensions (config.json of Qwen/Qwen2.5-VL-*-Instruct): hidden, MLP, layers, heads, key/value heads, vocabulary, tied,
-# then the vision tower's MLP.
+# Published dimensions (config.json of Qwen/Qwen2.5-VL-*-Instruct): hidden, MLP, layers, heads, key/value heads,
+# vocabulary, tied, then the vision tower's MLP.
 CONFIGS = {
     "qwen2.5-vl-3b": (2048, 11008, 36, 16, 2, 151936, True, 3420),
     "qwen2.5-vl-7b": (3584, 18944, 28, 28, 4, 152064, False, 3420),
@@ -61,11 +61,13 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start
 SPECIAL_TOKENS += ["<|image_pad|>", "<|video_pad|>"]
 
 
-# ---- configurations and model directories -----------------------------------------------------------------------------------
+# ---- configurations and model directories
+# -----------------------------------------------------------------------------------
 
 
 def load_config(model: str) -> Qwen2_5_VLConfig:
-    """The transformers configuration of a model name (tiny, qwen2.5-vl-3b …) or directory. Raises ValueError with the fix."""
+    """The transformers configuration of a model name (tiny, qwen2.5-vl-3b …) or directory. Raises ValueError with the
+    fix."""
     if model in CONFIGS or model == "tiny":
         return _named_config(model)
     path = Path(model)
@@ -117,11 +119,11 @@ def _named_config(name: str) -> Qwen2_5_VLConfig:
 
 
 def make_model_dir(name: str, root: str | Path) -> Path:
-    """A directory for a named configuration without weights: config, a byte-level tokenizer made here, and the processor.
+    """A directory for a named configuration without weights: config, a byte-level tokenizer made here, and the
+    processor.
 
-    The real vocabulary cannot be had without the model's files; ids above the tokenizer's are never produced by it. Returns the
-    directory `root`/`name`, made once.
-    """
+    The real vocabulary cannot be had without the model's files; ids above the tokenizer's are never produced by it.
+    Returns the directory `root`/`name`, made once."""
     target = Path(root) / name
     if (target / "config.json").is_file():
         return target
@@ -187,13 +189,14 @@ def forbidden_ids(config) -> list[int]:
     return sorted(i for i in ids if i is not None)
 
 
-# ---- positions --------------------------------------------------------------------------------------------------------------
+# ---- positions
+# --------------------------------------------------------------------------------------------------------------
 
 
 def positions(input_ids: list[int], grid_thw: list[list[int]], second_per_grid: list[float], config) -> torch.Tensor:
-    """M-RoPE positions [3, P] of expanded prompt ids, by vLLM's rule (the original model's): text after a medium continues at
-    its largest position + 1, and a video's temporal step is seconds per grid × tokens_per_second, truncated after the product.
-    """
+    """M-RoPE positions [3, P] of expanded prompt ids, by vLLM's rule (the original model's): text after a medium
+    continues at its largest position + 1, and a video's temporal step is seconds per grid × tokens_per_second,
+    truncated after the product."""
     merge = config.vision_config.spatial_merge_size
     out, start, i, medium = [], 0, 0, 0
     while i < len(input_ids):
@@ -215,7 +218,8 @@ def positions(input_ids: list[int], grid_thw: list[list[int]], second_per_grid: 
     return torch.from_numpy(np.concatenate(out, axis=1).astype(np.int64))
 
 
-# ---- attention across the boundary ------------------------------------------------------------------------------------------
+# ---- attention across the boundary
+# ------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -262,15 +266,18 @@ def _varlen_attention(module, query, key, value, attention_mask, cu_seq_lens_q, 
     return out[None], None
 
 
-# transformers hands window boundaries only to implementations whose name says flash. A CPU has no such kernel: sdpa, by window.
+# transformers hands window boundaries only to implementations whose name says flash. A CPU has no such kernel: sdpa, by
+# window.
 AttentionInterface.register("flash_varlen", _varlen_attention)
 
 
-# ---- layers whose weights match the engine's storage ------------------------------------------------------------------------
+# ---- layers whose weights match the engine's storage
+# ------------------------------------------------------------------------
 
 
 def _column(config, rows: int, bias: bool = False, **kwargs) -> tensor_parallel.ColumnParallelLinear:
-    # The caller copies its input into the tensor-parallel region once for several of these, so their backward must not reduce it.
+    # The caller copies its input into the tensor-parallel region once for several of these, so their backward must not
+    # reduce it.
     return tensor_parallel.ColumnParallelLinear(
         config.hidden_size,
         rows,
@@ -284,7 +291,8 @@ def _column(config, rows: int, bias: bool = False, **kwargs) -> tensor_parallel.
 
 
 class GatedMLP(torch.nn.Module):
-    """down(silu(gate(x)) · up(x)) with gate and up as two weights: each is then one slab of the engine's fused tensor."""
+    """down(silu(gate(x)) · up(x)) with gate and up as two weights: each is then one slab of the engine's fused
+    tensor."""
 
     def __init__(self, config, **unused):
         super().__init__()
@@ -307,7 +315,8 @@ class GatedMLP(torch.nn.Module):
 
 
 class SplitQKV(torch.nn.Module):
-    """Three projections in place of Megatron's fused one; interleaves their outputs by group, as its attention expects."""
+    """Three projections in place of Megatron's fused one; interleaves their outputs by group, as its attention
+    expects."""
 
     def __init__(self, input_size, output_size, *, config, bias, **unused):
         super().__init__()
@@ -326,12 +335,14 @@ class SplitQKV(torch.nn.Module):
         return torch.cat([q, k, v], dim=-1).flatten(-2), None
 
 
-# ---- the model --------------------------------------------------------------------------------------------------------------
+# ---- the model
+# --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Prefix:
-    """A prompt's kept state for one role. `kv` is what the suffixes read; `attached` leads back into the prefix graph."""
+    """A prompt's kept state for one role. `kv` is what the suffixes read; `attached` leads back into the prefix
+    graph."""
 
     kv: dict[int, tuple[torch.Tensor, torch.Tensor]]  # leaves [P−1, 1, K, D] per layer
     attached: (
@@ -347,7 +358,8 @@ class Prefix:
 
 
 class QwenVL(torch.nn.Module):
-    """Qwen2.5-VL: a replicated vision tower and a tensor-parallel language model, on the current Megatron parallel state.
+    """Qwen2.5-VL: a replicated vision tower and a tensor-parallel language model, on the current Megatron parallel
+    state.
 
     Parameters are allocated without values; bind() points them at memory that weights.py describes.
     """
@@ -376,7 +388,8 @@ class QwenVL(torch.nn.Module):
         self.logit_bias = bias.to(memory.device())
 
     def bind(self, views: dict[str, torch.Tensor], requires_grad: bool) -> None:
-        """Point every parameter at `views` (name -> tensor in the parameter's shape). Raises RuntimeError on any mismatch."""
+        """Point every parameter at `views` (name -> tensor in the parameter's shape). Raises RuntimeError on any
+        mismatch."""
         named = dict(self.named_parameters())
         if named.keys() != views.keys():
             raise RuntimeError(f"model and layout disagree about parameters: {sorted(named.keys() ^ views.keys())[:8]}")
@@ -389,9 +402,9 @@ class QwenVL(torch.nn.Module):
     def prefix(self, sample, keep: bool = True) -> Prefix:
         """Encode the media and all prompt tokens but the last; keep K and V (data.Sample -> Prefix).
 
-        Under torch.no_grad() (a reference) the state is detached. Otherwise prefix_backward() must be called once, later; with
-        `keep` the activations stay for it, without they are dropped and computed again then. A collective of the TP group.
-        """
+        Under torch.no_grad() (a reference) the state is detached. Otherwise prefix_backward() must be called once,
+        later; with `keep` the activations stay for it, without they are dropped and computed again then. A collective
+        of the TP group."""
         trained = torch.is_grad_enabled()
         with torch.set_grad_enabled(trained and keep):
             kv, last_position = self._prefix_kv(sample)
@@ -408,11 +421,11 @@ class QwenVL(torch.nn.Module):
         return boundary.kv, int(pos[0, -1])
 
     def suffix(self, prefix: Prefix, responses: torch.Tensor, temperature: float) -> torch.Tensor:
-        """Log-probabilities [N, S] float32 of `responses` [N, S] int64 (padded at the end; the padding's values mean nothing).
+        """Log-probabilities [N, S] float32 of `responses` [N, S] int64 (padded at the end; the padding's values mean
+        nothing).
 
-        They are those of the sampling distribution: log_softmax((logits + logit_bias) / temperature), over the whole vocabulary.
-        A collective of the tensor-parallel group.
-        """
+        They are those of the sampling distribution: log_softmax((logits + logit_bias) / temperature), over the whole
+        vocabulary. A collective of the tensor-parallel group."""
         n, s = responses.shape
         last = torch.full((n, 1), prefix.last_id, dtype=responses.dtype, device=responses.device)
         inputs = torch.cat([last, responses[:, :-1]], dim=1)
@@ -425,7 +438,8 @@ class QwenVL(torch.nn.Module):
         return -tensor_parallel.vocab_parallel_cross_entropy(logits, responses.t().contiguous()).t()
 
     def prefix_backward(self, prefix: Prefix) -> None:
-        """Send the gradients that the suffixes left at the boundary through the prefix, the projector and the vision tower."""
+        """Send the gradients that the suffixes left at the boundary through the prefix, the projector and the vision
+        tower."""
         attached_kv = self._prefix_kv(prefix.sample)[0] if prefix.attached is None else prefix.attached
         tensors, gradients = [], []
         for i, leaves in prefix.kv.items():

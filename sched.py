@@ -1,15 +1,17 @@
 """Schedule: what runs when. Three phases, three barriers, one loop for every system.
 
-            Phase 1: everyone reads θk                         Phase 2: rollout memory is gone      Phase 3: nobody reads θk
+            Phase 1: everyone reads θk                         Phase 2: rollout memory is gone      Phase 3: nobody
+            reads θk
     engine  [prefill][ decode . . . . . . . . . . . . . . . ]
     trainer          [ref prefix][actor prefix]                 [ref suffix][actor suffix][backward]  [optimizer → θk+1]
             ├ barrier 1                                         ├ barrier 2                           ├ barrier 3
 
-`overlap none` computes a prefix where its suffix needs it, after generation; `overlap prefix` computes it beside decode. That is
-the whole difference: the same functions see the same θk, in the same order of groups, so the update is the same bit for bit.
+`overlap none` computes a prefix where its suffix needs it, after generation; `overlap prefix` computes it beside
+decode. That is the whole difference: the same functions see the same θk, in the same order of groups, so the update is
+the same bit for bit.
 
-With T_D the decode time alone, T_P the prefix makespan and Δ the decode slowdown caused by overlap, the saving over the serial
-order is min(T_P − Δ, T_D) (Rollplex, Equation 1).
+With T_D the decode time alone, T_P the prefix makespan and Δ the decode slowdown caused by overlap, the saving over the
+serial order is min(T_P − Δ, T_D) (Rollplex, Equation 1).
 
 Run:
     python sched.py --decode-s 133.7 --prefix-s 60 --slowdown-s 1.2     # what overlap can save; needs no hardware
@@ -32,7 +34,8 @@ import memory
 # N responses a prompt, S response tokens padded to the group's longest.
 
 
-# ---- phase timeline ---------------------------------------------------------------------------------------------------------
+# ---- phase timeline
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Timeline:
@@ -75,7 +78,8 @@ class Timeline:
 
 
 class TraceFile:
-    """Appends Chrome trace events (ui.perfetto.dev opens them), readable at any moment: the format lets the last bracket miss."""
+    """Appends Chrome trace events (ui.perfetto.dev opens them), readable at any moment: the format lets the last
+    bracket miss."""
 
     def __init__(self, path: Path):
         self._file = path.open("a")
@@ -87,7 +91,8 @@ class TraceFile:
         self._file.flush()
 
 
-# ---- one iteration ----------------------------------------------------------------------------------------------------------
+# ---- one iteration
+# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -164,12 +169,12 @@ class Schedule:
         loss: Callable[[torch.Tensor, Group], torch.Tensor],
         step: int,
     ):
-        """One synchronous on-policy iteration: read θk, write θk+1. Collective over all ranks; returns the optimizer's StepInfo.
+        """One synchronous on-policy iteration: read θk, write θk+1. Collective over all ranks; returns the optimizer's
+        StepInfo.
 
-        requests: for this rank's engine (rollout.Request; ids are positions in `groups`). score: fills in rewards for the groups
-        that this rank's engine answered. prepare: fills in advantages, returns the loss's denominator over this replica.
-        loss: unnormalised, of one group.
-        """
+        requests: for this rank's engine (rollout.Request; ids are positions in `groups`). score: fills in rewards for
+        the groups that this rank's engine answered. prepare: fills in advantages, returns the loss's denominator over
+        this replica. loss: unnormalised, of one group."""
         self._barrier("1: everyone reads θk")
         if self.engine is not None:
             self.engine.restore_kv()
@@ -296,7 +301,8 @@ class Schedule:
         return total.item()
 
 
-# ---- the bound --------------------------------------------------------------------------------------------------------------
+# ---- the bound
+# --------------------------------------------------------------------------------------------------------------
 
 
 def saving_s(decode_s: float, prefix_s: float, slowdown_s: float) -> float:
@@ -322,10 +328,8 @@ if __name__ == "__main__":
     args = tyro.cli(_Bound, description="What overlapping prefixes with decode can save (Equation 1).")
     saved = saving_s(args.decode_s, args.prefix_s, args.slowdown_s)
     serial = args.decode_s + args.prefix_s + args.rest_s
-    print(
-        f"serial {serial:.1f} s, overlapped {serial - saved:.1f} s: saves {saved:.1f} s, {serial / (serial - saved):.2f}x"
-    )
+    overlapped = serial - saved
+    print(f"serial {serial:.1f} s, overlapped {overlapped:.1f} s: saves {saved:.1f} s, {serial / overlapped:.2f}x")
     regime = "prefix-bounded" if args.decode_s + args.slowdown_s > args.prefix_s else "decode-bounded"
-    print(
-        f"{regime}; the most that any overlap could save is min(prefix, decode) = {min(args.prefix_s, args.decode_s):.1f} s"
-    )
+    most = min(args.prefix_s, args.decode_s)
+    print(f"{regime}; the most that any overlap could save is min(prefix, decode) = {most:.1f} s")

@@ -1,4 +1,5 @@
-"""Train a vision-language model with GRPO: Megatron-Core computes the update, vLLM generates, both on one copy of the weights.
+"""Train a vision-language model with GRPO: Megatron-Core computes the update, vLLM generates, both on one copy of the
+weights.
 
     torchrun ─┬─ rank 0: trainer ──────── socket ─── rollout.py: engine 0 (vLLM)
               │    └── arena: snapshot ◄─ same pages ─┘
@@ -6,13 +7,13 @@
                    └── arena: snapshot ◄─ same pages ─┘
 
 One step: sample prompts, generate N responses each, reward them, compare each with its group, take one gradient step
-(synchronous and on-policy: the responses come from exactly the weights that are updated). `main` holds the loop; sched.py says in
-which order a step's parts run, and `--overlap` chooses it.
+(synchronous and on-policy: the responses come from exactly the weights that are updated). `main` holds the loop;
+sched.py says in which order a step's parts run, and `--overlap` chooses it.
 
 Run:
-    torchrun --nproc-per-node 2 train.py                                # CPU: a tiny model learns to name colours in 10 minutes
-    torchrun --nproc-per-node 2 train.py --overlap none                 # the serial order; the same update, bit for bit
-    torchrun --nproc-per-node 2 train.py --model DIR --data.path FILE   # your checkpoint, your data
+    torchrun --nproc-per-node 2 train.py                               # CPU: a tiny model learns to name colours
+    torchrun --nproc-per-node 2 train.py --overlap none                # the serial order; the same update, bit for bit
+    torchrun --nproc-per-node 2 train.py --model DIR --data.path FILE  # your checkpoint, your data
 Left out on purpose: several optimizer steps per rollout, a learned reward model, a critic.
 To change the algorithm, edit advantages() and policy_loss(); to change when things run, edit sched.py.
 """
@@ -26,6 +27,7 @@ warnings.filterwarnings("ignore", module=r"megatron\..*")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 import json  # noqa: E402
+import sched  # noqa: E402
 import shutil  # noqa: E402
 import signal  # noqa: E402
 import sys  # noqa: E402
@@ -47,14 +49,15 @@ import memory  # noqa: E402
 import model as models  # noqa: E402
 import optimizer as optim  # noqa: E402
 import rollout  # noqa: E402
-import sched  # noqa: E402
 import weights  # noqa: E402
 from data import DataConfig  # noqa: E402
 from memory import MemoryConfig  # noqa: E402
 from optimizer import OptimizerConfig  # noqa: E402
+from reward import RewardConfig, Scorer  # noqa: E402
 from rollout import RolloutConfig  # noqa: E402
 
-# ---- configuration ----------------------------------------------------------------------------------------------------------
+# ---- configuration
+# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ class AlgoConfig:
     kl_coef: float = 0.04
     """Weight of the KL term to the frozen reference (Video-R1: 0.04). 0 skips the reference model wholly."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Per-token estimator of KL(policy || reference): k1 = -r, k2 = r²/2, k3 = exp(r) - 1 - r, with r = log p_ref - log p."""
+    """Per-token estimator of KL(policy || reference): k1 = -r, k2 = r²/2, k3 = exp(r) - 1 - r, with r = log p_ref - log
+    p."""
     clip_low: float = 0.2
     """Lower clip of the probability ratio: it counts as at least 1 - clip_low."""
     clip_high: float = 0.2
@@ -74,7 +78,8 @@ class AlgoConfig:
     aggregate: Literal["token", "sequence"] = "token"
     """token: mean over all response tokens of the step. sequence: mean over each response, then over responses."""
     tis_cap: float = 0.0
-    """Truncated importance sampling for the engine's mismatch: weigh tokens by min(p_train / p_rollout, cap). 0 is off; 2 is usual."""
+    """Truncated importance sampling for the engine's mismatch: weigh tokens by min(p_train / p_rollout, cap). 0 is off;
+    2 is usual."""
     mask_truncated: bool = False
     """Leave responses that hit the token limit out of the loss (they still count in their group's rewards)."""
 
@@ -87,17 +92,19 @@ class AlgoConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Rollplex: synchronous on-policy GRPO for Qwen2.5-VL. Megatron-Core trains, vLLM generates, on one copy of the weights."""
+    """Rollplex: synchronous on-policy GRPO for Qwen2.5-VL. Megatron-Core trains, vLLM generates, on one copy of the
+    weights."""
 
     model: str = "tiny"
     """tiny, qwen2.5-vl-3b, -7b, -32b, -72b, or a Hugging Face directory of a Qwen2.5-VL model."""
     weights: Literal["auto", "random"] = "auto"
-    """auto: from the model directory's safetensors. random: initialise (a named configuration has no weights, so must be random;
-    tiny always is)."""
+    """auto: from the model directory's safetensors. random: initialise (a named configuration has no weights, so must
+    be random; tiny always is)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of weights and activations. The optimizer's state is always float32."""
     run_dir: str = ""
-    """Where metrics, trace, logs and checkpoints go. Empty: runs/<model>-<overlap>-<date>. An existing run needs --resume."""
+    """Where metrics, trace, logs and checkpoints go. Empty: runs/<model>-<overlap>-<date>. An existing run needs
+    --resume."""
     resume: bool = False
     """Continue run_dir from its last checkpoint, exactly as if it had never stopped."""
     seed: int = 0
@@ -108,32 +115,44 @@ class Config:
     """Prompt groups a step, over all replicas."""
 
     train_tp: int = 0
-    """Tensor-parallel degree of training. 0: all ranks form one replica; otherwise ranks / train_tp replicas are data-parallel."""
+    """Tensor-parallel degree of training. 0: all ranks form one replica; otherwise ranks / train_tp replicas are
+    data-parallel."""
     rollout_tp: int = 1
     """Tensor-parallel degree of each engine; divides train_tp. A replica has train_tp / rollout_tp engines."""
     qkv: Literal["fused", "split"] = "fused"
-    """fused: Megatron's interleaved QKV, permuted after each update (Case 3). split: three weights, everything shared."""
+    """fused: Megatron's interleaved QKV, permuted after each update (Case 3). split: three weights, everything
+    shared."""
     placement: Literal["colocated"] = "colocated"
     """Trainer and engines share the GPUs."""
     overlap: Literal["none", "prefix"] = "prefix"
     """none: serial phases (the papers' Colocate). prefix: reference and actor prefixes run beside decode (Rollplex)."""
 
     prefix_sms: int = 0
-    """GPU only: SMs that the overlapped prefixes may use (a green context), so that decode keeps the rest. 0: no limit."""
+    """GPU only: SMs that the overlapped prefixes may use (a green context), so that decode keeps the rest. 0: no
+    limit."""
 
     warmup_steps: int = 0
-    """Supervised steps before GRPO that teach the answer format alone: the answer is a random option, so no question is answered."""
+    """Supervised steps before GRPO that teach the answer format alone: the answer is a random option, so no question is
+    answered."""
     checkpoint_every: int = 50
     """Steps between checkpoints for --resume (the last two are kept). 0: none."""
     export: bool = True
     """Write the trained model to run_dir/model as a Hugging Face directory."""
+    eval_every: int = 0
+    """Steps between evaluations on the held-out split (--data.eval-fraction or --data.eval-path). 0: none."""
+    eval_samples: int = 64
+    """Prompts of one evaluation, always the same ones; one response each."""
+    eval_temperature: float = 0.0
+    """Sampling temperature of evaluation; 0 is greedy."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Also log to Weights & Biases. metrics.jsonl is always written."""
 
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     """GRPO"""
     data: DataConfig = field(default_factory=DataConfig)
-    """Prompts, media and rewards"""
+    """Prompts and media"""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """What a response is worth"""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     """Residency"""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -155,12 +174,17 @@ class Config:
 
     def validate(self, world: int) -> None:
         """Cross-field checks that need no model. Raises ValueError with the field and the fix."""
-        for part in (self.algo, self.data, self.optimizer):
+        for part in (self.algo, self.data, self.reward, self.optimizer):
             part.validate()
         _require(self.steps >= 0, "steps", self.steps, "0 or more")
         _require(
             not self.prefix_sms or self.overlap != "none", "prefix-sms", self.prefix_sms, "0: nothing overlaps decode"
         )
+        held_out = bool(self.data.eval_path or self.data.eval_fraction)
+        _require(
+            held_out or not self.eval_every, "eval-every", self.eval_every, "--data.eval-fraction or --data.eval-path"
+        )
+        _require(self.eval_samples >= 1, "eval-samples", self.eval_samples, "1 or more")
         _require(self.prompts >= 1, "prompts", self.prompts, "1 or more")
         tp = self.tp(world)
         _require(tp > 0 and world % tp == 0, "train-tp", tp, f"a divisor of the {world} ranks that torchrun started")
@@ -191,7 +215,8 @@ TINY = Config(
 
 
 def parse(argv: list[str]) -> Config:
-    """The command line on top of the preset of its --model: TINY for tiny, the published recipe (Config's defaults) otherwise."""
+    """The command line on top of the preset of its --model: TINY for tiny, the published recipe (Config's defaults)
+    otherwise."""
     name = next((argv[i + 1] for i, a in enumerate(argv[:-1]) if a == "--model"), None)
     name = next((a.removeprefix("--model=") for a in argv if a.startswith("--model=")), name)
     default = TINY if name in (None, "tiny") else Config()
@@ -199,7 +224,8 @@ def parse(argv: list[str]) -> Config:
 
 
 def configure(argv: list[str], world: int) -> Config:
-    """Parse and check everything that can be checked before anything starts. Raises ValueError with the field and the fix."""
+    """Parse and check everything that can be checked before anything starts. Raises ValueError with the field and the
+    fix."""
     config = parse(argv)
     config.validate(world)
     _check_model(config, models.load_config(config.model), world)
@@ -223,11 +249,13 @@ def _require(ok: bool, name: str, value: object, expected: str) -> None:
         raise ValueError(f"--{name} {value}: expected {expected}")
 
 
-# ---- the algorithm ----------------------------------------------------------------------------------------------------------
+# ---- the algorithm
+# ----------------------------------------------------------------------------------------------------------
 
 
 def advantages(rewards: torch.Tensor, normalize_std: bool) -> torch.Tensor:
-    """[N] rewards of one group -> [N] advantages; exactly zero where all rewards are equal (DeepSeekMath, equation 21)."""
+    """[N] rewards of one group -> [N] advantages; exactly zero where all rewards are equal (DeepSeekMath, equation
+    21)."""
     if (rewards == rewards[0]).all():
         return torch.zeros_like(rewards)
     centred = rewards - rewards.mean()
@@ -251,10 +279,9 @@ def policy_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Unnormalised clipped GRPO loss of one group, and sums for the metrics.
 
-    new, old, rollout, ref, mask: [N, S], log-probabilities by the weights being trained, by the weights that sampled (trainer's
-    and engine's arithmetic), by the reference; mask selects the tokens that count. advantage: [N]. The sum over all groups
-    divided by denominator() is the step's loss.
-    """
+    new, old, rollout, ref, mask: [N, S], log-probabilities by the weights being trained, by the weights that sampled
+    (trainer's and engine's arithmetic), by the reference; mask selects the tokens that count. advantage: [N]. The sum
+    over all groups divided by denominator() is the step's loss."""
     # Padding may hold anything; zeroed first, because 0 times an infinite gradient would be NaN.
     new, old, rollout = (x.masked_fill(~mask, 0.0) for x in (new, old, rollout))
     ratio = torch.exp(new - old)
@@ -286,7 +313,8 @@ def denominator(groups: list[sched.Group], algo: AlgoConfig) -> float:
     return float(sum(int(group.mask.any(1).sum()) for group in groups))
 
 
-# ---- one trainer rank -------------------------------------------------------------------------------------------------------
+# ---- one trainer rank
+# -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -408,6 +436,11 @@ class Trainer:
         self.arena.release("gradient")
         self.dataset = data.Dataset(config.data, self.model_dir, self.run_dir.parent / "data")
         self.loader = data.Loader(self.dataset, self.run_dir, self.ranks.rank, self.ranks.world)
+        self.eval_loader = None
+        if config.eval_every:
+            held_out = data.Dataset(config.data, self.model_dir, self.run_dir.parent / "data", split="eval")
+            self.eval_loader = data.Loader(held_out, self.run_dir, self.ranks.rank, self.ranks.world)
+        self.scorer = Scorer(config.reward, self.run_dir) if self.engine is not None else None
         self.schedule = sched.Schedule(
             config.overlap,
             config.rollout.temperature,
@@ -426,7 +459,8 @@ class Trainer:
         )
 
     def freeze_reference(self, saved: Path | None = None) -> None:
-        """Copy θ0, or the reference a resumed run had, into the host pool, and bind the reference model to its arena region."""
+        """Copy θ0, or the reference a resumed run had, into the host pool, and bind the reference model to its arena
+        region."""
         if not self.config.algo.kl_coef:
             return
         dtype = self.config.torch_dtype
@@ -447,21 +481,46 @@ class Trainer:
         self.schedule.reference = sched.PagedReference(reference, self.arena, host)
         self.reference_host = host
 
-    def samples(self, position: int, count: int) -> tuple[list[data.Sample], int]:
+    def samples(self, loader: data.Loader, position: int, count: int) -> tuple[list[data.Sample], int]:
         """The next `count` usable samples, decoded by all ranks together. Collective over all ranks."""
         have: dict = {}
-        while slots := self.loader.missing(have, position, count):
+        while slots := loader.missing(have, position, count):
             pieces: list = [None] * self.ranks.world
-            dist.all_gather_object(pieces, self.loader.fetch(slots), group=self.ranks.everyone)
+            dist.all_gather_object(pieces, loader.fetch(slots), group=self.ranks.everyone)
             for piece in pieces:
                 have |= piece
-        return self.loader.take(have, position, count)
+        return loader.take(have, position, count)
+
+    def mine(self, samples: list[data.Sample]) -> list[data.Sample]:
+        """This replica's share."""
+        return samples[self.ranks.replica :: self.ranks.world // self.ranks.tp]
+
+    def requests(self, samples: list[data.Sample], step: int, n: int, temperature: float | None = None) -> list:
+        """What this rank's engine is asked of the replica's samples; ids are positions in `samples`."""
+        return [
+            rollout.Request(
+                str(i), sample.prompt_ids, sample.media, n, _seed(self.config, step, sample), temperature=temperature
+            )
+            for i, sample in enumerate(samples)
+            if i % self.plan.q == self.ranks.tp_rank
+        ]
+
+    def score(self, pairs: list[tuple[data.Sample, "rollout.Response"]]) -> list[float]:
+        """Rewards of responses, by the worker processes."""
+        futures = []
+        for sample, response in pairs:
+            text = self.dataset.tokenizer.decode(response.token_ids, skip_special_tokens=True)
+            finished = response.finish_reason == "stop"
+            futures.append(self.scorer.submit(sample, text, finished, len(response.token_ids)))
+        return self.scorer.collect(futures)
 
     def close(self) -> None:
+        """End the engine and every worker process."""
         if self.engine is not None:
             self.engine.stop()
-        if hasattr(self, "loader"):
-            self.loader.close()
+        for name in ("loader", "eval_loader", "scorer"):
+            if getattr(self, name, None) is not None:
+                getattr(self, name).close()
 
 
 def _accumulate_into(buffer: torch.Tensor):
@@ -474,16 +533,18 @@ def _accumulate_into(buffer: torch.Tensor):
     return hook
 
 
-# ---- steps ------------------------------------------------------------------------------------------------------------------
+# ---- steps
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def warm_up(trainer: Trainer, step: int, position: int) -> tuple[float, int]:
-    """One supervised step on `<answer>X</answer>` with a random option X for each prompt; returns the loss and the next position.
+    """One supervised step on `<answer>X</answer>` with a random option X for each prompt; returns the loss and the next
+    position.
 
     It teaches where an answer goes and which letters there are, and nothing about the videos.
     """
     ranks, tokenizer = trainer.ranks, trainer.dataset.tokenizer
-    samples, position = trainer.samples(position, trainer.config.prompts)
+    samples, position = trainer.samples(trainer.loader, position, trainer.config.prompts)
     trainer.schedule.begin_gradients()
     total, tokens = 0.0, 0
     for i, sample in enumerate(samples):
@@ -506,29 +567,19 @@ def warm_up(trainer: Trainer, step: int, position: int) -> tuple[float, int]:
 
 def train_step(trainer: Trainer, step: int, position: int) -> tuple[dict, int]:
     """One GRPO step: returns this step's metrics (the same on every rank) and the next data position."""
-    config, ranks, timeline = trainer.config, trainer.ranks, trainer.timeline
+    config, timeline = trainer.config, trainer.timeline
     start = time.monotonic()
     wait_before = trainer.loader.wait_s
     with timeline.span("data"):
-        samples, position = trainer.samples(position, config.prompts)
-    mine = samples[ranks.replica :: ranks.world // ranks.tp]
-    groups = [sched.Group(sample) for sample in mine]
-    requests = [
-        rollout.Request(
-            str(i), group.sample.prompt_ids, group.sample.media, config.rollout.n, _seed(config, step, group.sample)
-        )
-        for i, group in enumerate(groups)
-        if i % trainer.plan.q == ranks.tp_rank
-    ]
+        samples, position = trainer.samples(trainer.loader, position, config.prompts)
+    groups = [sched.Group(sample) for sample in trainer.mine(samples)]
+    requests = trainer.requests([group.sample for group in groups], step, config.rollout.n)
     sums: dict[str, torch.Tensor] = {}
 
     def score(answered: list[sched.Group]) -> None:
+        rewards = iter(trainer.score([(group.sample, r) for group in answered for r in group.responses]))
         for group in answered:
-            texts = [trainer.dataset.tokenizer.decode(r.token_ids, skip_special_tokens=True) for r in group.responses]
-            finished = [r.finish_reason == "stop" for r in group.responses]
-            group.rewards = torch.tensor(
-                [data.reward(group.sample, t, f) for t, f in zip(texts, finished, strict=True)]
-            )
+            group.rewards = torch.tensor([next(rewards) for _ in group.responses])
 
     def prepare(answered: list[sched.Group]) -> float:
         for group in answered:
@@ -550,6 +601,28 @@ def train_step(trainer: Trainer, step: int, position: int) -> tuple[dict, int]:
     metrics = _metrics(trainer, groups, sums, info, time.monotonic() - start)
     metrics["data_wait_s"] = trainer.loader.wait_s - wait_before
     return metrics, position
+
+
+def evaluate(trainer: Trainer, step: int) -> dict[str, float]:
+    """Mean reward per source on the first eval_samples held-out prompts, one response each. Collective over all
+    ranks."""
+    config, ranks = trainer.config, trainer.ranks
+    samples = trainer.mine(trainer.samples(trainer.eval_loader, 0, config.eval_samples)[0])
+    pairs: list[tuple[data.Sample, rollout.Response]] = []
+    if trainer.engine is not None:
+        trainer.engine.restore_kv()
+        trainer.engine.generate(trainer.requests(samples, step, 1, config.eval_temperature))
+        pairs = [(samples[int(response.request_id)], response) for response in trainer.engine.wait()]
+        trainer.engine.take_stats()
+        trainer.engine.release_kv()
+    rewards = trainer.score(pairs) if pairs else []
+    everyone: list = [None] * ranks.world
+    mine = [(sample.source, reward) for (sample, _), reward in zip(pairs, rewards, strict=True)]
+    dist.all_gather_object(everyone, mine, group=ranks.everyone)
+    scored = [entry for entries in everyone for entry in entries]
+    by_source = {source: [r for s, r in scored if s == source] for source in sorted({s for s, _ in scored})}
+    result = {"eval/reward_mean": sum(r for _, r in scored) / len(scored)}
+    return result | {f"eval/{source}": sum(values) / len(values) for source, values in by_source.items()}
 
 
 def _seed(config: Config, step: int, sample: data.Sample) -> int:
@@ -617,15 +690,15 @@ def _metrics(
 
 
 def _group_flops(trainer: Trainer, group: sched.Group) -> float:
-    """Useful floating-point operations of one group in a step: 2 per weight and token forward, 4 backward, and attention.
+    """Useful floating-point operations of one group in a step: 2 per weight and token forward, 4 backward, and
+    attention.
 
-    Forward and backward for the actor, forward for the reference; a recomputed forward does not count. The vision tower's few
-    window attentions are left out, its weights are not.
-    """
+    Forward and backward for the actor, forward for the reference; a recomputed forward does not count. The vision
+    tower's few window attentions are left out, its weights are not."""
     text, responses = trainer.actor.config.text_config, [len(r.token_ids) for r in group.responses]
     p, visual = len(group.sample.input_ids), int(group.sample.grid_thw.prod(-1).sum())
     rows = weights.table(trainer.actor.config, trainer.config.qkv)
-    sizes = {vision: 0 for vision in (True, False)}
+    sizes = dict.fromkeys((True, False), 0)
     for row in rows:
         if row.hf != "model.embed_tokens.weight":
             sizes[row.hf.startswith("visual.")] += torch.Size(row.shape).numel()
@@ -635,11 +708,13 @@ def _group_flops(trainer: Trainer, group: sched.Group) -> float:
     return forward * (3 + (trainer.schedule.reference is not None))
 
 
-# ---- checkpoints ------------------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# ------------------------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(trainer: Trainer, step: int, position: int) -> None:
-    """Write what the next step starts from; it appears under its name only when every rank's part is there. Collective."""
+    """Write what the next step starts from; it appears under its name only when every rank's part is there.
+    Collective."""
     ranks = trainer.ranks
     final = trainer.run_dir / f"checkpoint-{step:06d}"
     partial = final.with_suffix(".partial")
@@ -664,7 +739,8 @@ def save_checkpoint(trainer: Trainer, step: int, position: int) -> None:
 
 
 def load_checkpoint(trainer: Trainer) -> tuple[int, int]:
-    """Restore the last complete checkpoint; returns the next step and data position. Raises ValueError if there is none."""
+    """Restore the last complete checkpoint; returns the next step and data position. Raises ValueError if there is
+    none."""
     found = sorted(trainer.run_dir.glob("checkpoint-??????"))
     if not found:
         raise ValueError(f"--resume: {trainer.run_dir} has no checkpoint; start without --resume in a new --run-dir")
@@ -677,7 +753,8 @@ def load_checkpoint(trainer: Trainer) -> tuple[int, int]:
     return int(found[-1].name.removeprefix("checkpoint-")), state["position"]
 
 
-# ---- logging ----------------------------------------------------------------------------------------------------------------
+# ---- logging
+# ----------------------------------------------------------------------------------------------------------------
 
 
 class Log:
@@ -696,7 +773,8 @@ class Log:
             self._wandb = wandb.init(project="rollplex", mode=config.wandb, dir=run_dir, config=asdict(config))
 
     def step(self, step: int, metrics: dict, timeline: sched.Timeline) -> None:
-        """Collective over all ranks: gathers their trace events. Seconds per phase are rank 0's and add up to step_s."""
+        """Collective over all ranks: gathers their trace events. Seconds per phase are rank 0's and add up to
+        step_s."""
         events, seconds = timeline.take()
         gathered: list = [None] * self.ranks.world
         dist.all_gather_object(gathered, events, group=self.ranks.everyone)
@@ -725,13 +803,16 @@ class Log:
         eta_s = (self.config.steps - step - 1) * m["step_s"]
         phases = " ".join(f"{name} {value:.2f}" for name, value in seconds.items() if value >= 0.005 or name == "other")
         mfu = "n/a" if m["mfu"] is None else f"{m['mfu']:.1%}"
-        return (
-            f"step {step + 1}/{self.config.steps}  reward {m['reward_mean']:.3f}  loss {m['loss']:+.4f}  kl {m['kl']:.4f}  "
-            f"clip {m['clip_fraction']:.3f}  |Δlogp| {m['logprob_diff_mean']:.1e} (max {m['logprob_diff_max']:.1e})  "
-            f"grad {m['grad_norm']:.2f}{' SKIPPED' if m['skipped'] else ''}  len {m['response_tokens_mean']:.1f}  "
-            f"gen {m['tok_s_generate']:.0f} tok/s  train {m['tok_s_train']:.0f} tok/s  MFU {mfu}  "
-            f"{m['step_s']:.2f} s = {phases}  eta {eta_s / 60:.0f} min"
+        parts = (
+            f"step {step + 1}/{self.config.steps}",
+            f"reward {m['reward_mean']:.3f}  loss {m['loss']:+.4f}  kl {m['kl']:.4f}  clip {m['clip_fraction']:.3f}",
+            f"|Δlogp| {m['logprob_diff_mean']:.1e} (max {m['logprob_diff_max']:.1e})",
+            f"grad {m['grad_norm']:.2f}{' SKIPPED' if m['skipped'] else ''}  len {m['response_tokens_mean']:.1f}",
+            f"gen {m['tok_s_generate']:.0f} tok/s  train {m['tok_s_train']:.0f} tok/s  MFU {mfu}",
+            f"{m['step_s']:.2f} s = {phases}  (data waited {m['data_wait_s']:.2f})  eta {eta_s / 60:.0f} min",
         )
+        evaluation = f"\n  evaluation: reward {m['eval/reward_mean']:.3f}" if "eval/reward_mean" in m else ""
+        return "  ".join(parts) + evaluation
 
     def say(self, text: str) -> None:
         if self.ranks.rank == 0:
@@ -744,47 +825,42 @@ class Log:
 
 def facts(trainer: Trainer) -> str:
     """Derived figures, once per run: what a step costs and what a rank holds."""
-    config, plan, gib = trainer.config, trainer.plan, 2**30
+    config, plan, ranks = trainer.config, trainer.plan, trainer.ranks
     parameters = weights.coverage(weights.table(trainer.actor.config, config.qkv))
     total = sum(parameters.values())
     share = " / ".join(f"{100 * count / total:.1f}" for count in parameters.values())
-    prompts, answers = (
-        config.data.max_prompt_tokens * config.prompts,
-        config.rollout.max_new_tokens * config.prompts * config.rollout.n,
-    )
+    responses = config.prompts * config.rollout.n
     reference = trainer.arena.nbytes("reference") if config.algo.kl_coef else 0
     case3 = weights.fused_nbytes(plan) if config.qkv == "fused" else 0
     rows = (
-        (
-            "weights, shared with the engine",
-            plan.nbytes,
-            f"rollout TP {plan.rollout_tp} shard, cases 1/2/3: {share} % of parameters",
-        ),
+        ("weights, shared with the engine", plan.nbytes, f"rollout TP shard; cases 1/2/3: {share} % of parameters"),
         ("weights, the trainer's own QKV", case3, "Case 3, permuted into the snapshot after each update"),
         ("reference weights", reference, "host; on the device only around their two windows"),
         ("gradients", 4 * trainer.numel, "FP32, Phases 2 and 3"),
         ("optimizer state", 12 * trainer.numel, "host: FP32 master and two moments"),
         ("optimizer workspace", optim.workspace_bytes(config.optimizer), "Phase 3, whatever the model's size"),
-        ("KV cache of the engine", config.rollout.kv_cache_gib * gib, "Phase 1"),
+        ("KV cache of the engine", config.rollout.kv_cache_gib * 2**30, "Phase 1"),
     )
     lines = [
-        f"{config.model}: {total / 1e6:.2f} M parameters, {config.dtype}; {trainer.ranks.world} ranks, train TP {trainer.ranks.tp}, "
-        f"rollout TP {config.rollout_tp}, {trainer.ranks.world // config.rollout_tp} engines",
-        f"a step: {config.prompts} prompts x {config.rollout.n} responses, at most {prompts} prompt and {answers} response tokens",
+        f"{config.model}: {total / 1e6:.2f} M parameters, {config.dtype}; {ranks.world} ranks, train TP {ranks.tp}, "
+        f"rollout TP {config.rollout_tp}, {ranks.world // config.rollout_tp} engines",
+        f"a step: {config.prompts} prompts, at most {config.prompts * config.data.max_prompt_tokens} tokens; "
+        f"{responses} responses, at most {responses * config.rollout.max_new_tokens} tokens",
         "bytes per rank:",
     ]
     return "\n".join(lines + [f"  {name:32s} {nbytes / 2**20:10.2f} MiB  {text}" for name, nbytes, text in rows])
 
 
-# ---- ends -------------------------------------------------------------------------------------------------------------------
+# ---- ends
+# -------------------------------------------------------------------------------------------------------------------
 
 
 class Ends:
     """However a rank ends, its engine ends with it, and one rank says why.
 
-    A signal handler in Python runs only between bytecodes, so a rank that hangs in a collective would not notice SIGTERM. The
-    signal's C half still writes to a pipe; a thread reads it and ends the process. The same thread watches the engine.
-    """
+    A signal handler in Python runs only between bytecodes, so a rank that hangs in a collective would not notice
+    SIGTERM. The signal's C half still writes to a pipe; a thread reads it and ends the process. The same thread watches
+    the engine."""
 
     def __init__(self, rank: int):
         self.rank, self.trainer, self.timeline, self.run_dir, self.step = rank, None, None, None, None
@@ -822,7 +898,8 @@ class Ends:
             os._exit(status)
 
     def connect(self) -> None:
-        """Call once the process group exists. A connection of its own: the group's is locked while a collective waits on it."""
+        """Call once the process group exists. A connection of its own: the group's is locked while a collective waits
+        on it."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         limit = timedelta(seconds=5)
         self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
@@ -837,7 +914,8 @@ class Ends:
             return True
 
 
-# ---- the loop ---------------------------------------------------------------------------------------------------------------
+# ---- the loop
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def prepare_run(config: Config, ranks: Ranks) -> tuple[Path, Path]:
@@ -867,12 +945,12 @@ def train(config: Config, ends: Ends) -> None:
     ends.timeline, ends.run_dir = trainer.timeline, run_dir
     log.say(facts(trainer))
 
-    step, position = 0, 0
+    first, position = 0, 0
     reference = run_dir / f"reference-rank{ranks.tp_rank}.pt"
     if config.resume:
-        trainer.freeze_reference(reference)
-        step, position = load_checkpoint(trainer)
-        log.say(f"resumed at step {step}")
+        trainer.freeze_reference(reference if config.warmup_steps else None)  # without warm-up it is θ0, still in place
+        first, position = load_checkpoint(trainer)
+        log.say(f"resumed at step {first}")
     else:
         for i in range(config.warmup_steps):
             loss, position = warm_up(trainer, i, position)
@@ -889,9 +967,11 @@ def train(config: Config, ends: Ends) -> None:
     dist.barrier()
     trainer.timeline.take()
 
-    for step in range(step, config.steps):
+    for step in range(first, config.steps):
         ends.step = step
         metrics, position = train_step(trainer, step, position)
+        if config.eval_every and (step + 1) % config.eval_every == 0:
+            metrics |= evaluate(trainer, step)
         log.step(step, metrics, trainer.timeline)
         if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0:
             save_checkpoint(trainer, step + 1, position)

@@ -10,13 +10,15 @@
     └───────────┘                      └───────────┘                         V ┌──┬──┐
        Case 1: alias                      Case 2: alias, transposed storage    └──┴──┘   Case 3: copy and permute
 
-Every sharded tensor is stored so that its sharded axis comes first. A training shard is then always a contiguous slab, and
-publishing θk+1 is the same for every tensor: each rank of a group of q = train_tp / rollout_tp owns one slab in its own GPU's
-snapshot and gathers the other q − 1. Replicated tensors (norms, vision tower) are whole on every GPU and need no exchange.
+Every sharded tensor is stored so that its sharded axis comes first. A training shard is then always a contiguous slab,
+and publishing θk+1 is the same for every tensor: each rank of a group of q = train_tp / rollout_tp owns one slab in its
+own GPU's snapshot and gathers the other q − 1. Replicated tensors (norms, vision tower) are whole on every GPU and need
+no exchange.
 
-Megatron fuses Q, K and V interleaved by head group where vLLM wants all Q, then all K, then all V. No view makes the two equal
-(Rollplex §3.3), so the trainer keeps its own fused tensor and permutes it into the snapshot after an update. `--qkv split` gives
-the trainer three separate weights instead: then everything is Case 1 or 2 and nothing is stored twice.
+Megatron fuses Q, K and V interleaved by head group where vLLM wants all Q, then all K, then all V. No view makes the
+two equal (Rollplex §3.3), so the trainer keeps its own fused tensor and permutes it into the snapshot after an update.
+`--qkv split` gives the trainer three separate weights instead: then everything is Case 1 or 2 and nothing is stored
+twice.
 
 Run:
     python weights.py --model qwen2.5-vl-32b --train-tp 8 --rollout-tp 4     # layout coverage, no weights needed
@@ -42,7 +44,8 @@ import memory
 VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary to this; the trainer uses the same rows so that the shards coincide
 
 
-# ---- the table --------------------------------------------------------------------------------------------------------------
+# ---- the table
+# --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -119,12 +122,14 @@ def _fused_gate_up(name: str) -> str:
     return name.replace("gate_proj", "gate_up_proj") if "gate_proj" in name else name.replace("up_proj", "gate_up_proj")
 
 
-# ---- the layout of one rollout rank's snapshot ------------------------------------------------------------------------------
+# ---- the layout of one rollout rank's snapshot
+# ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one logical tensor's rollout shard lies in the snapshot: `storage` is contiguous, its sharded axis first."""
+    """Where one logical tensor's rollout shard lies in the snapshot: `storage` is contiguous, its sharded axis
+    first."""
 
     logical: Logical
     offset: int  # bytes from the start of the snapshot
@@ -156,7 +161,8 @@ class Layout:
 
 
 def layout(config, train_tp: int, rollout_tp: int, qkv: str, dtype: torch.dtype) -> Layout:
-    """Place every tensor's rollout shard. Raises ValueError naming the field where the degrees do not divide the model."""
+    """Place every tensor's rollout shard. Raises ValueError naming the field where the degrees do not divide the
+    model."""
     check_degrees(config, train_tp, rollout_tp, qkv)
     slots, offset, previous = [], 0, None
     for row in table(config, qkv):
@@ -197,12 +203,14 @@ def check_degrees(config, train_tp: int, rollout_tp: int, qkv: str) -> None:
             )
 
 
-# ---- the trainer's side -----------------------------------------------------------------------------------------------------
+# ---- the trainer's side
+# -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One trainer parameter on one rank: `storage` is its contiguous memory, the parameter is its .t() where transposed."""
+    """One trainer parameter on one rank: `storage` is its contiguous memory, the parameter is its .t() where
+    transposed."""
 
     name: str
     storage: tuple[int, ...]
@@ -261,8 +269,8 @@ def _by_train_parameter(plan: Layout) -> Iterator[list[Slot]]:
 class Snapshot:
     """One rank's view of the weights: its parameters to write, and publish() to make every engine's shard complete.
 
-    Shapes follow the trainer's parameters; all collectives run in `group`, the q ranks whose shards form this rollout shard.
-    """
+    Shapes follow the trainer's parameters; all collectives run in `group`, the q ranks whose shards form this rollout
+    shard."""
 
     def __init__(self, plan: Layout, tp_rank: int, snapshot: torch.Tensor, fused: torch.Tensor | None, group=None):
         self.plan, self.tp_rank, self.bytes, self.fused, self.group = plan, tp_rank, snapshot, fused, group
@@ -318,14 +326,16 @@ class Snapshot:
 
 
 def _split_groups(interleaved: torch.Tensor, plan: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of a training shard [groups·(r+2)·D, …] as Q [groups, r·D, …], K and V [groups, D, …]; r = query heads a group."""
+    """Views of a training shard [groups·(r+2)·D, …] as Q [groups, r·D, …], K and V [groups, D, …]; r = query heads a
+    group."""
     groups = plan.groups // plan.train_tp
     by_group = interleaved.view(groups, -1, *interleaved.shape[1:])
     width = by_group.shape[1] - 2 * plan.head_size
     return by_group.split([width, plan.head_size, plan.head_size], dim=1)
 
 
-# ---- the engine's side ------------------------------------------------------------------------------------------------------
+# ---- the engine's side
+# ------------------------------------------------------------------------------------------------------
 
 
 def engine_views(snapshot: torch.Tensor, plan: Layout) -> dict[str, torch.Tensor]:
@@ -344,9 +354,9 @@ def engine_views(snapshot: torch.Tensor, plan: Layout) -> dict[str, torch.Tensor
 def bind_engine(model: torch.nn.Module, snapshot: torch.Tensor, plan: Layout) -> int:
     """Point every parameter of a vLLM `model` into `snapshot`; returns how many.
 
-    Raises RuntimeError if the two sides disagree about a name or a shape: a parameter left outside would silently go stale.
-    On a CPU, vLLM would afterwards pre-pack each linear weight into a private copy, so those layers get a method that does not.
-    """
+    Raises RuntimeError if the two sides disagree about a name or a shape: a parameter left outside would silently go
+    stale. On a CPU, vLLM would afterwards pre-pack each linear weight into a private copy, so those layers get a method
+    that does not."""
     views = engine_views(snapshot, plan)
     named = dict(model.named_parameters())
     if named.keys() != views.keys():
@@ -383,7 +393,8 @@ def _keep_weights_in_place(model: torch.nn.Module) -> None:
             module.quant_method = replacement[method]()
 
 
-# ---- initial values, checkpoints --------------------------------------------------------------------------------------------
+# ---- initial values, checkpoints
+# --------------------------------------------------------------------------------------------
 
 
 def init_random(snapshot: Snapshot, seed: int, config) -> None:
@@ -405,7 +416,8 @@ def init_random(snapshot: Snapshot, seed: int, config) -> None:
 
 
 def load_hf(snapshot: Snapshot, directory: str | Path) -> None:
-    """Fill this rank's rollout shard from the safetensors of a Hugging Face directory, reading only the rows it needs."""
+    """Fill this rank's rollout shard from the safetensors of a Hugging Face directory, reading only the rows it
+    needs."""
     files = _index(Path(directory))
     for slot in snapshot.plan.slots:
         if (found := files.get(slot.logical.hf)) is None:
@@ -429,7 +441,8 @@ def _published_shape(slot: Slot, plan: Layout) -> tuple[int, ...]:
 
 
 def _rows(snapshot: Snapshot, slot: Slot) -> slice:
-    """Rows of the published tensor that belong to this rank's rollout shard; all of them unless it is column-parallel."""
+    """Rows of the published tensor that belong to this rank's rollout shard; all of them unless it is
+    column-parallel."""
     if slot.logical.axis != 0:
         return slice(None)
     per_shard, available = slot.storage[0], _published_shape(slot, snapshot.plan)[0]
@@ -438,7 +451,8 @@ def _rows(snapshot: Snapshot, slot: Slot) -> slice:
 
 
 def _fill(snapshot: Snapshot, slot: Slot, values: torch.Tensor) -> None:
-    """Write `values` (logical orientation; rows already chosen for column-parallel tensors) into the slot; padding is zero."""
+    """Write `values` (logical orientation; rows already chosen for column-parallel tensors) into the slot; padding is
+    zero."""
     storage = slot.tensor(snapshot.bytes, snapshot.plan.dtype)
     if slot.logical.axis == 1:
         start = (snapshot.tp_rank // snapshot.plan.q) * storage.shape[0]
@@ -521,7 +535,8 @@ def _finish_export(partial: Path, target: Path, source: Path, written: list[list
     partial.rename(target)
 
 
-# ---- coverage ---------------------------------------------------------------------------------------------------------------
+# ---- coverage
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def coverage(rows: list[Logical]) -> dict[int, int]:

@@ -13,7 +13,8 @@ sys.path.insert(0, str(ROOT))
 
 @pytest.fixture(scope="session")
 def torchrun():
-    """torchrun(script, *arguments, ranks=2, timeout=…) -> CompletedProcess with stdout and stderr together; fails if it fails."""
+    """torchrun(script, *arguments, ranks=2, timeout=…) -> CompletedProcess with stdout and stderr together; fails if it
+    fails."""
 
     def run(script: Path, *arguments: str, ranks: int = 2, timeout: float = 300, check: bool = True):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]

@@ -1,4 +1,5 @@
-"""Run under torchrun by test_model.py: prefix and suffixes against transformers' ordinary full-sequence forward and backward."""
+"""Run under torchrun by test_model.py: prefix and suffixes against transformers' ordinary full-sequence forward and
+backward."""
 
 import json
 import sys

@@ -1,4 +1,5 @@
-"""Run under torchrun by test_sched.py: real engines, both schedules from the same state, responses and weights compared."""
+"""Run under torchrun by test_sched.py: real engines, both schedules from the same state, responses and weights
+compared."""
 
 import json
 import sys

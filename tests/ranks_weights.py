@@ -1,4 +1,5 @@
-"""Run under torchrun by test_weights.py: layouts, exchange, reconstruction and export against transformers' own tensors."""
+"""Run under torchrun by test_weights.py: layouts, exchange, reconstruction and export against transformers' own
+tensors."""
 
 import json
 import sys
@@ -73,7 +74,8 @@ def case(root: Path, source: Path, rollout_tp: int, qkv: str, dtype: torch.dtype
             assert torch.equal(views[name], tensor), f"{stage}: {name}"
 
     compare("loaded")
-    # Forget everything that this rank does not own, as after an update of its own shard only; publish must bring it back.
+    # Forget everything that this rank does not own, as after an update of its own shard only; publish must bring it
+    # back.
     own = {shard.name: snapshot.flat(shard).clone() for shard in snapshot.shards}
     snapshot.bytes.zero_()
     for shard in snapshot.shards:

@@ -1,4 +1,5 @@
-"""model.py: the split computation equals transformers' ordinary one, values and gradients; positions are vLLM's rule."""
+"""model.py: the split computation equals transformers' ordinary one, values and gradients; positions are vLLM's
+rule."""
 
 import json
 from pathlib import Path
@@ -52,7 +53,8 @@ def checkpoint_small(root: Path, name: str, tied: bool) -> Path:
     [(0.5, [0, 1, 2, 3]), (1.0, [0, 2, 4, 6]), (2 / 3, [0, 1, 2, 4]), (0.2, [0, 0, 0, 1])],
 )
 def test_positions_by_hand(second_per_grid, expected_t):
-    """Two text tokens, a 4 x 2 x 2 video (after merging), two more: temporal steps truncate after the product with 2 per second."""
+    """Two text tokens, a 4 x 2 x 2 video (after merging), two more: temporal steps truncate after the product with 2
+    per second."""
     config = models.load_config("tiny")
     video = config.video_token_id
     ids = [70, 71, *[video] * 16, 72, 73]

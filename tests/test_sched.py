@@ -1,6 +1,8 @@
-"""sched.py: the schedules compute one and the same update with real engines; the timeline adds up; the bound is Equation 1."""
+"""sched.py: the schedules compute one and the same update with real engines; the timeline adds up; the bound is
+Equation 1."""
 
 import json
+import sched
 import subprocess
 import sys
 import time
@@ -11,7 +13,6 @@ import torch
 from conftest import ROOT
 
 import rollout
-import sched
 
 RANKS = Path(__file__).parent / "ranks_schedule.py"
 

@@ -1,4 +1,5 @@
-"""train.py: the algorithm against formulas written out, the configuration's errors, and whole runs with real engines."""
+"""train.py: the algorithm against formulas written out, the configuration's errors, and whole runs with real
+engines."""
 
 import json
 import math
@@ -22,7 +23,8 @@ import train
 
 TRAIN = ROOT / "train.py"
 
-# ---- the algorithm ----------------------------------------------------------------------------------------------------------
+# ---- the algorithm
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_equal_rewards_give_exactly_zero():
@@ -85,7 +87,7 @@ def test_masked_tokens_and_the_mismatch_weight_have_no_gradient():
 
 def test_a_masked_infinity_stays_out():
     """Padding positions can hold anything, also a log-probability of minus infinity."""
-    new, old, rollout, ref, advantage, mask = example(2)
+    new, _, rollout, ref, advantage, mask = example(2)
     new[~mask], ref[~mask] = -math.inf, -math.inf
     new.requires_grad_()
     total, sums = train.policy_loss(new, new.detach(), rollout, ref, advantage, mask, train.AlgoConfig())
@@ -109,7 +111,8 @@ def test_denominator_counts_tokens_or_responses():
     assert train.denominator([group, group], train.AlgoConfig(aggregate="sequence")) == 4
 
 
-# ---- configuration ----------------------------------------------------------------------------------------------------------
+# ---- configuration
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_presets_follow_the_model():
@@ -165,7 +168,8 @@ def test_help_explains_every_field():
     assert "reference and actor prefixes run beside decode" in " ".join(text.replace("│", " ").split())
 
 
-# ---- whole runs -------------------------------------------------------------------------------------------------------------
+# ---- whole runs
+# -------------------------------------------------------------------------------------------------------------
 
 
 def metrics(run_dir: Path) -> list[dict]:
@@ -254,7 +258,8 @@ def camera_dataset(root: Path) -> Path:
 
 @pytest.mark.timeout(600)
 def test_camera_footage_from_a_checkpoint_and_an_exact_resume(tmp_path):
-    """--model DIR on real clips; stopped after two of four steps and resumed, the run ends with the very same weights."""
+    """--model DIR on real clips; stopped after two of four steps and resumed, the run ends with the very same
+    weights."""
     from test_model import checkpoint_small
 
     source = checkpoint_small(tmp_path, "source", tied=True)
@@ -351,8 +356,5 @@ def test_a_dataset_that_cannot_be_used_stops_with_its_name(tmp_path):
     process = start(tmp_path / "run", "--data.path", str(tmp_path / "data.json"))
     out = process.communicate(timeout=150)[0]
     assert process.returncode != 0 and out.count("rollplex stopped:") == 1 and "data.json" in out, out[-3000:]
-    assert (
-        "Traceback (most recent call last):\n  File"
-        not in out.split("rollplex stopped:")[1].split("torch.distributed")[0]
-    )
+    assert 'train.py", line' not in out  # a message, not our traceback
     assert not leftovers(tmp_path / "run")

@@ -1,4 +1,5 @@
-"""weights.py: the engine sees what vLLM's loader would have loaded, at every pair of degrees; checkpoints survive a round trip."""
+"""weights.py: the engine sees what vLLM's loader would have loaded, at every pair of degrees; checkpoints survive a
+round trip."""
 
 import json
 import math
