@@ -81,7 +81,7 @@ class Trace:
     """PNG to write. Default: trace-step<N>.png in the run directory."""
 
 
-# ---- curves: numbers ---------------------------------------------------------------------------------------
+# ---- curves: numbers -------------------------------------------------------------------------------------------------
 
 
 def read_metrics(run: Path) -> list[Record]:
@@ -186,7 +186,7 @@ def summary(seeds: list[list[Record]]) -> dict[str, str]:
     }
 
 
-# ---- curves: pictures --------------------------------------------------------------------------------------
+# ---- curves: pictures ------------------------------------------------------------------------------------------------
 
 
 def draw_reward(groups: Groups, path: Path, smooth: int) -> None:
@@ -238,7 +238,7 @@ def draw_step_time(groups: Groups, path: Path) -> None:
     plt.close(figure)
 
 
-# ---- trace -------------------------------------------------------------------------------------------------
+# ---- trace -----------------------------------------------------------------------------------------------------------
 
 
 def read_trace(run: Path, step: int | None = None) -> tuple[int, list[dict]]:
@@ -332,7 +332,7 @@ def draw_trace(step: int, events: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
-# ---- helpers and commands ----------------------------------------------------------------------------------
+# ---- helpers and commands --------------------------------------------------------------------------------------------
 
 
 def _file_of(run: Path, name: str) -> Path:

@@ -42,8 +42,7 @@ import torch
 ALIGN_BYTES = 512  # tensors inside a region start at multiples of this
 
 
-# ---- device section: the only place that asks what hardware there is
-# --------------------------------------------------------
+# ---- device section: the only place that asks what hardware there is -------------------------------------------------
 
 
 def device() -> torch.device:
@@ -171,8 +170,7 @@ class MemoryConfig:
     time."""
 
 
-# ---- arena
-# ------------------------------------------------------------------------------------------------------------------
+# ---- arena -----------------------------------------------------------------------------------------------------------
 
 
 class Arena:
@@ -383,8 +381,7 @@ def _tensor_at(address: int, nbytes: int) -> torch.Tensor:
     return torch.as_tensor(place, device="cuda")
 
 
-# ---- host pool
-# --------------------------------------------------------------------------------------------------------------
+# ---- host pool -------------------------------------------------------------------------------------------------------
 
 
 class HostPool:

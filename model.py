@@ -39,6 +39,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AutoConfig, Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
@@ -61,8 +62,7 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start
 SPECIAL_TOKENS += ["<|image_pad|>", "<|video_pad|>"]
 
 
-# ---- configurations and model directories
-# -----------------------------------------------------------------------------------
+# ---- configurations and model directories ----------------------------------------------------------------------------
 
 
 def load_config(model: str) -> Qwen2_5_VLConfig:
@@ -189,8 +189,7 @@ def forbidden_ids(config) -> list[int]:
     return sorted(i for i in ids if i is not None)
 
 
-# ---- positions
-# --------------------------------------------------------------------------------------------------------------
+# ---- positions -------------------------------------------------------------------------------------------------------
 
 
 def positions(input_ids: list[int], grid_thw: list[list[int]], second_per_grid: list[float], config) -> torch.Tensor:
@@ -218,23 +217,23 @@ def positions(input_ids: list[int], grid_thw: list[list[int]], second_per_grid: 
     return torch.from_numpy(np.concatenate(out, axis=1).astype(np.int64))
 
 
-# ---- attention across the boundary
-# ------------------------------------------------------------------------------------------
+# ---- attention across the boundary -----------------------------------------------------------------------------------
 
 
 @dataclass
 class _Boundary(PackedSeqParams):
     """Tells the attention layers what to do in one forward pass; travels in Megatron's packed_seq_params argument.
 
-    In a prefix pass `kv` is filled with each layer's key and value [P−1, 1, K, D]; in a suffix pass it is read.
+    In a prefix pass `kv` is filled with each layer's key and value [P−1, B, K, D]; in a suffix pass it holds, for each
+    layer, every prompt's own pair [P−1, 1, K, D].
     """
 
-    kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    suffix: bool = False
+    kv: dict = field(default_factory=dict)
+    counts: list[int] | None = None  # in a suffix pass: responses of each prompt
 
 
 class BoundaryAttention(torch.nn.Module):
-    """Megatron's core attention: causal, and in a suffix pass every response also attends to the whole kept prefix."""
+    """Megatron's core attention: causal, and in a suffix pass a response also attends to its prompt's whole prefix."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **unused):
         super().__init__()
@@ -242,18 +241,26 @@ class BoundaryAttention(torch.nn.Module):
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **unused):
         """query [s, b, H, D], key and value [s, b, K, D], all after rotary embedding -> [s, b, H·D]."""
-        boundary, mask = packed_seq_params, None
-        if boundary is not None and boundary.suffix:
-            prefix_key, prefix_value = boundary.kv[self.layer_number]
-            s, n = query.shape[:2]
-            key = torch.cat([prefix_key.expand(-1, n, -1, -1), key])  # [P−1+s, N, K, D]
-            value = torch.cat([prefix_value.expand(-1, n, -1, -1), value])
-            mask = causal_lower_right(s, key.shape[0])  # the last query sees every key
-        elif boundary is not None:
+        boundary = packed_seq_params
+        if boundary.counts is None:
             boundary.kv[self.layer_number] = (key, value)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, D]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+            return _attend(query, key, value, None)
+        outputs, start = [], 0
+        for (prefix_key, prefix_value), n in zip(boundary.kv[self.layer_number], boundary.counts, strict=True):
+            own = slice(start, start + n)
+            k = torch.cat([prefix_key.expand(-1, n, -1, -1), key[:, own]])  # [P−1+S, N, K, D]
+            v = torch.cat([prefix_value.expand(-1, n, -1, -1), value[:, own]])
+            # The last query sees every key.
+            outputs.append(_attend(query[:, own], k, v, causal_lower_right(query.shape[0], k.shape[0])))
+            start += n
+        return torch.cat(outputs, dim=1)
+
+
+def _attend(query, key, value, mask) -> torch.Tensor:
+    """[s, b, heads, D] each -> [s, b, H·D]; causal if `mask` is None."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
 
 def _varlen_attention(module, query, key, value, attention_mask, cu_seq_lens_q, max_length_q, scaling, **unused):
@@ -271,8 +278,7 @@ def _varlen_attention(module, query, key, value, attention_mask, cu_seq_lens_q, 
 AttentionInterface.register("flash_varlen", _varlen_attention)
 
 
-# ---- layers whose weights match the engine's storage
-# ------------------------------------------------------------------------
+# ---- layers whose weights match the engine's storage -----------------------------------------------------------------
 
 
 def _column(config, rows: int, bias: bool = False, **kwargs) -> tensor_parallel.ColumnParallelLinear:
@@ -335,26 +341,21 @@ class SplitQKV(torch.nn.Module):
         return torch.cat([q, k, v], dim=-1).flatten(-2), None
 
 
-# ---- the model
-# --------------------------------------------------------------------------------------------------------------
+# ---- the model -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Prefix:
-    """A prompt's kept state for one role. `kv` is what the suffixes read; `attached` leads back into the prefix
-    graph."""
+    """The kept state of B prompts for one role: `kv` is what the suffixes read, `attached` leads into the graph."""
 
-    kv: dict[int, tuple[torch.Tensor, torch.Tensor]]  # leaves [P−1, 1, K, D] per layer
-    attached: (
-        dict[int, tuple[torch.Tensor, torch.Tensor]] | None
-    )  # None: no backward (a reference), or recompute it then
-    sample: object  # data.Sample
-    last_id: int  # the prompt's last token, recomputed in every suffix
-    last_position: int
+    samples: list  # data.Sample
+    kv: dict[int, list[tuple[torch.Tensor, torch.Tensor]]]  # layer -> each prompt's leaves [P−1, 1, K, D]
+    attached: dict[int, tuple[torch.Tensor, torch.Tensor]] | None  # layer -> [P−1, B, K, D]; None: frozen, not kept
+    last_positions: list[int]  # of each prompt's last token, which every suffix computes again
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for pair in self.kv.values() for t in pair)
+        return sum(t.nbytes for pairs in self.kv.values() for pair in pairs for t in pair)
 
 
 class QwenVL(torch.nn.Module):
@@ -399,74 +400,91 @@ class QwenVL(torch.nn.Module):
             owner, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(owner), leaf, torch.nn.Parameter(views[name], requires_grad=requires_grad))
 
-    def prefix(self, sample, keep: bool = True) -> Prefix:
-        """Encode the media and all prompt tokens but the last; keep K and V (data.Sample -> Prefix).
+    def prefix(self, samples: list, keep: bool = True) -> Prefix:
+        """Encode the media and all tokens but the last of B prompts (data.Sample); keep their K and V.
 
         Under torch.no_grad() (a reference) the state is detached. Otherwise prefix_backward() must be called once,
         later; with `keep` the activations stay for it, without they are dropped and computed again then. A collective
-        of the TP group."""
+        of the TP group.
+        """
         trained = torch.is_grad_enabled()
         with torch.set_grad_enabled(trained and keep):
-            kv, last_position = self._prefix_kv(sample)
-        leaves = {i: tuple(t.detach().requires_grad_(trained) for t in pair) for i, pair in kv.items()}
-        return Prefix(leaves, kv if trained and keep else None, sample, int(sample.input_ids[-1]), last_position)
+            kv, last_positions = self._prefix_kv(samples)
+        lengths = [len(sample.input_ids) - 1 for sample in samples]
+        leaves = {
+            layer: [
+                tuple(t.detach()[:p, b : b + 1].requires_grad_(trained) for t in pair) for b, p in enumerate(lengths)
+            ]
+            for layer, pair in kv.items()
+        }
+        return Prefix(samples, leaves, kv if trained and keep else None, last_positions)
 
-    def _prefix_kv(self, sample) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], int]:
-        ids = sample.input_ids.tolist()
-        pos = positions(ids, sample.grid_thw.tolist(), sample.second_per_grid, self.config)
+    def _prefix_kv(self, samples: list) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], list[int]]:
+        """Shorter prompts are padded at the end, where causal attention lets nothing see the padding."""
+        places = [positions(s.input_ids.tolist(), s.grid_thw.tolist(), s.second_per_grid, self.config) for s in samples]
+        longest = max(pos.shape[1] for pos in places)
+        pos = torch.stack([F.pad(pos, (0, longest - pos.shape[1])) for pos in places], dim=1)  # [3, B, P]
         boundary = _Boundary(qkv_format="sbhd")
-        self._decode(self._embed(sample)[:-1], pos[:, None, :-1], boundary)
+        self._decode(self._embed(samples)[:-1], pos[:, :, :-1], boundary)
         if torch.is_grad_enabled() and not all(t.requires_grad for pair in boundary.kv.values() for t in pair):
             raise RuntimeError("a captured key or value has no graph: the prefix would silently get no gradient")
-        return boundary.kv, int(pos[0, -1])
+        return boundary.kv, [int(p[0, -1]) for p in places]
 
-    def suffix(self, prefix: Prefix, responses: torch.Tensor, temperature: float) -> torch.Tensor:
-        """Log-probabilities [N, S] float32 of `responses` [N, S] int64 (padded at the end; the padding's values mean
-        nothing).
+    def suffix(self, prefix: Prefix, responses: list[torch.Tensor], temperature: float) -> list[torch.Tensor]:
+        """For each prompt, log-probabilities [N, S] float32 of its `responses` [N, S] int64 (padded at the end; what
+        stands there for padding means nothing).
 
         They are those of the sampling distribution: log_softmax((logits + logit_bias) / temperature), over the whole
-        vocabulary. A collective of the tensor-parallel group."""
-        n, s = responses.shape
-        last = torch.full((n, 1), prefix.last_id, dtype=responses.dtype, device=responses.device)
-        inputs = torch.cat([last, responses[:, :-1]], dim=1)
-        pos = (prefix.last_position + torch.arange(s, device=responses.device)).expand(3, n, s)
-        boundary = _Boundary(qkv_format="sbhd", kv=prefix.kv, suffix=True)
-        hidden = self._decode(self.lm.embedding(inputs, None), pos, boundary)  # [S, N, hidden]
+        vocabulary. A collective of the tensor-parallel group.
+        """
+        device, counts = responses[0].device, [len(r) for r in responses]
+        s = max(r.shape[1] for r in responses)
+        tokens = torch.cat([F.pad(r, (0, s - r.shape[1])) for r in responses])  # [B·N, S]
+        repeats = torch.tensor(counts, device=device)
+        last_ids = torch.tensor([int(sample.input_ids[-1]) for sample in prefix.samples], device=device)
+        inputs = torch.cat([last_ids.repeat_interleave(repeats)[:, None], tokens[:, :-1]], dim=1)
+        first = torch.tensor(prefix.last_positions, device=device).repeat_interleave(repeats)
+        pos = (first[:, None] + torch.arange(s, device=device)).expand(3, -1, -1)
+        boundary = _Boundary(qkv_format="sbhd", kv=prefix.kv, counts=counts)
+        hidden = self._decode(self.lm.embedding(inputs, None), pos, boundary)  # [S, B·N, hidden]
         weight = self.lm.shared_embedding_or_output_weight() if self.tied else None
-        logits, _ = self.lm.output_layer(hidden, weight=weight)  # [S, N, V]
+        logits, _ = self.lm.output_layer(hidden, weight=weight)  # [S, B·N, V]
         logits = (logits.float() + self.logit_bias) / temperature
-        return -tensor_parallel.vocab_parallel_cross_entropy(logits, responses.t().contiguous()).t()
+        logprobs = -tensor_parallel.vocab_parallel_cross_entropy(logits, tokens.t().contiguous()).t()
+        return [part[:, : r.shape[1]] for part, r in zip(logprobs.split(counts), responses, strict=True)]
 
     def prefix_backward(self, prefix: Prefix) -> None:
         """Send the gradients that the suffixes left at the boundary through the prefix, the projector and the vision
-        tower."""
-        attached_kv = self._prefix_kv(prefix.sample)[0] if prefix.attached is None else prefix.attached
+        tower. Once for all prompts of `prefix`.
+        """
+        attached = self._prefix_kv(prefix.samples)[0] if prefix.attached is None else prefix.attached
         tensors, gradients = [], []
-        for i, leaves in prefix.kv.items():
-            for attached, leaf in zip(attached_kv[i], leaves, strict=True):
-                if leaf.grad is not None:  # none at all only if every response was masked
-                    tensors.append(attached)
-                    gradients.append(leaf.grad)
-        if tensors:
-            torch.autograd.backward(tensors, gradients)
+        for layer, pairs in prefix.kv.items():
+            for which, whole in enumerate(attached[layer]):
+                gradient = torch.zeros_like(whole)
+                for b, pair in enumerate(pairs):
+                    if pair[which].grad is not None:  # none at all only if every response was masked
+                        gradient[: len(pair[which]), b : b + 1] = pair[which].grad
+                tensors.append(whole)
+                gradients.append(gradient)
+        torch.autograd.backward(tensors, gradients)
         prefix.kv, prefix.attached = {}, None
 
-    def _embed(self, sample) -> torch.Tensor:
-        """Prompt embeddings [P, 1, hidden] with the media's features in place of their placeholders."""
-        ids = sample.input_ids.to(memory.device())
-        embedded = self.lm.embedding(ids[None], None)
-        if (pixels := sample.pixel_values) is None:  # [patches, 1176] float32
+    def _embed(self, samples: list) -> torch.Tensor:
+        """Prompt embeddings [P, B, hidden] with the media's features in place of their placeholders."""
+        device = memory.device()
+        ids = pad_sequence([sample.input_ids for sample in samples], batch_first=True).to(device)  # [B, P]
+        embedded = self.lm.embedding(ids, None)
+        pixels = [pixels for sample in samples if (pixels := sample.pixel_values) is not None]  # [patches, 1176] each
+        if not pixels:
             return embedded
-        pixels = pixels.to(memory.device(), self.dtype)
-        features = self.vision(
-            pixels, grid_thw=sample.grid_thw.to(memory.device())
-        ).pooler_output  # [visual tokens, hidden]
+        grid = torch.cat([sample.grid_thw for sample in samples]).to(device)
+        features = self.vision(torch.cat(pixels).to(device, self.dtype), grid_thw=grid).pooler_output
         visual = (ids == self.config.video_token_id) | (ids == self.config.image_token_id)
         if int(visual.sum()) != len(features):
-            raise RuntimeError(
-                f"{int(visual.sum())} visual placeholders in the prompt, {len(features)} features from the tower"
-            )
-        return embedded.masked_scatter(visual[:, None, None], features.to(embedded.dtype))
+            raise RuntimeError(f"{int(visual.sum())} visual placeholders in the prompts, {len(features)} features")
+        by_prompt = embedded.transpose(0, 1)  # features come prompt by prompt
+        return by_prompt.masked_scatter(visual[:, :, None], features.to(embedded.dtype)).transpose(0, 1).contiguous()
 
     def _decode(self, embedded: torch.Tensor, pos: torch.Tensor, boundary: _Boundary) -> torch.Tensor:
         """[s, b, hidden], positions [3, b, s] -> hidden states [s, b, hidden] after the final norm."""

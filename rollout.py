@@ -201,7 +201,7 @@ class EngineDied(RuntimeError):
     """An engine process ended or fell silent; the message says where and why, and shows the end of its log."""
 
 
-# ---- client: lives in the trainer rank that started the engine ------------------------------------------------------
+# ---- client: lives in the trainer rank that started the engine -------------------------------------------------------
 
 
 class EngineClient:

@@ -34,8 +34,7 @@ import memory
 # N responses a prompt, S response tokens padded to the group's longest.
 
 
-# ---- phase timeline
-# ---------------------------------------------------------------------------------------------------------
+# ---- phase timeline --------------------------------------------------------------------------------------------------
 
 
 class Timeline:
@@ -91,8 +90,7 @@ class TraceFile:
         self._file.flush()
 
 
-# ---- one iteration
-# ----------------------------------------------------------------------------------------------------------
+# ---- one iteration ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -107,8 +105,6 @@ class Group:
     mask: torch.Tensor | None = None  # [N, S] bool, True where a token counts in the loss
     rollout_logprobs: torch.Tensor | None = None  # [N, S] float32, the engine's
     ref_logprobs: torch.Tensor | None = None  # [N, S] float32
-    actor: object | None = None  # model.Prefix
-    reference: object | None = None
 
     def pack(self) -> None:
         """Pad the responses into tensors. One dummy position keeps the shapes valid if every response is empty."""
@@ -123,6 +119,23 @@ class Group:
             self.rollout_logprobs[i, :length] = torch.tensor(response.logprobs)
         for name in ("tokens", "mask", "rollout_logprobs"):
             setattr(self, name, getattr(self, name).to(memory.device()))
+
+
+@dataclass
+class MicroBatch:
+    """Groups that the trainer computes at once, and the prefix state that waits for their suffixes."""
+
+    groups: list[Group]
+    actor: object | None = None  # model.Prefix
+    reference: object | None = None
+
+    @property
+    def samples(self) -> list:
+        return [group.sample for group in self.groups]
+
+    @property
+    def tokens(self) -> list[torch.Tensor]:
+        return [group.tokens for group in self.groups]
 
 
 class PagedReference:
@@ -155,6 +168,7 @@ class Schedule:
     control: dist.ProcessGroup  # gloo, the ranks of this data-parallel replica
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
+    micro_batch: int = 1  # groups computed at once
     keep_activations: bool = True  # of actor prefixes, until their backward; otherwise they are computed a second time
     prefix_stream: memory.Stream = field(default_factory=memory.stream)  # what Phase 1 computes on, beside decode
     version: int = 0  # of the weights: the k of θk
@@ -174,7 +188,9 @@ class Schedule:
 
         requests: for this rank's engine (rollout.Request; ids are positions in `groups`). score: fills in rewards for
         the groups that this rank's engine answered. prepare: fills in advantages, returns the loss's denominator over
-        this replica. loss: unnormalised, of one group."""
+        this replica. loss: unnormalised, of one group.
+        """
+        batches = [MicroBatch(groups[i : i + self.micro_batch]) for i in range(0, len(groups), self.micro_batch)]
         self._barrier("1: everyone reads θk")
         if self.engine is not None:
             self.engine.restore_kv()
@@ -182,15 +198,15 @@ class Schedule:
         if self.overlap == "prefix":
             self.prefix_stream.follow()
             with self.prefix_stream:
-                self._reference_prefixes(groups)
-                self._actor_prefixes(groups)
+                self._reference_prefixes(batches)
+                self._actor_prefixes(batches)
             self.prefix_stream.lead()
         self._collect(groups, score)
         denominator = self._over_replicas(prepare(groups))
 
         self._barrier("2: rollout memory is gone")
-        self._reference_logprobs(groups)
-        self._actor_gradients(groups, loss)
+        self._reference_logprobs(batches)
+        self._actor_gradients(batches, loss)
 
         self._barrier("3: nobody reads θk")
         return self.update(step, 1.0 / max(1.0, denominator))
@@ -218,17 +234,17 @@ class Schedule:
 
     # -- Phase 1
 
-    def _reference_prefixes(self, groups: list[Group]) -> None:
+    def _reference_prefixes(self, batches: list[MicroBatch]) -> None:
         if self.reference is None:
             return
         with self.timeline.span("reference prefix"), self.reference as model, torch.no_grad():
-            for group in groups:
-                group.reference = model.prefix(group.sample)
+            for batch in batches:
+                batch.reference = model.prefix(batch.samples)
 
-    def _actor_prefixes(self, groups: list[Group]) -> None:
+    def _actor_prefixes(self, batches: list[MicroBatch]) -> None:
         with self.timeline.span("actor prefix"):
-            for group in groups:
-                group.actor = self.actor.prefix(group.sample, self.keep_activations)
+            for batch in batches:
+                batch.actor = self.actor.prefix(batch.samples, self.keep_activations)
 
     def _collect(self, groups: list[Group], score: Callable[[list[Group]], None]) -> None:
         """Wait for this rank's engine, score its responses, share both with the replica's other ranks."""
@@ -261,30 +277,33 @@ class Schedule:
     # -- Phase 2
 
     @torch.no_grad()
-    def _reference_logprobs(self, groups: list[Group]) -> None:
+    def _reference_logprobs(self, batches: list[MicroBatch]) -> None:
         if self.reference is None:
             return
         with self.timeline.span("reference"), self.reference as model:
-            for group in groups:
-                if group.reference is None:
+            for batch in batches:
+                if batch.reference is None:
                     with self.timeline.span("reference prefix"):
-                        group.reference = model.prefix(group.sample)
-                group.ref_logprobs = model.suffix(group.reference, group.tokens, self.temperature)
-                group.reference = None  # last use of the boundary
+                        batch.reference = model.prefix(batch.samples)
+                logprobs = model.suffix(batch.reference, batch.tokens, self.temperature)
+                for group, values in zip(batch.groups, logprobs, strict=True):
+                    group.ref_logprobs = values
+                batch.reference = None  # last use of the boundary
 
-    def _actor_gradients(self, groups: list[Group], loss: Callable[[torch.Tensor, Group], torch.Tensor]) -> None:
+    def _actor_gradients(self, batches: list[MicroBatch], loss: Callable[[torch.Tensor, Group], torch.Tensor]) -> None:
         self.begin_gradients()
         with self.timeline.span("actor"):
-            for group in groups:
-                if group.actor is None:
+            for batch in batches:
+                if batch.actor is None:
                     with self.timeline.span("actor prefix"):
-                        group.actor = self.actor.prefix(group.sample, self.keep_activations)
+                        batch.actor = self.actor.prefix(batch.samples, self.keep_activations)
                 with self.timeline.span("actor suffix"):
-                    value = loss(self.actor.suffix(group.actor, group.tokens, self.temperature), group)
+                    logprobs = self.actor.suffix(batch.actor, batch.tokens, self.temperature)
+                    total = sum(loss(new, group) for new, group in zip(logprobs, batch.groups, strict=True))
                 with self.timeline.span("backward"):
-                    value.backward()
-                    self.actor.prefix_backward(group.actor)
-                group.actor = None
+                    total.backward()
+                    self.actor.prefix_backward(batch.actor)
+                batch.actor = None
 
     # -- barriers
 
@@ -301,8 +320,7 @@ class Schedule:
         return total.item()
 
 
-# ---- the bound
-# --------------------------------------------------------------------------------------------------------------
+# ---- the bound -------------------------------------------------------------------------------------------------------
 
 
 def saving_s(decode_s: float, prefix_s: float, slowdown_s: float) -> float:

@@ -56,8 +56,7 @@ from optimizer import OptimizerConfig  # noqa: E402
 from reward import RewardConfig, Scorer  # noqa: E402
 from rollout import RolloutConfig  # noqa: E402
 
-# ---- configuration
-# ----------------------------------------------------------------------------------------------------------
+# ---- configuration ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -113,6 +112,8 @@ class Config:
     """GRPO steps, that is rollouts and updates."""
     prompts: int = 32
     """Prompt groups a step, over all replicas."""
+    micro_batch: int = 1
+    """Prompt groups that the trainer computes at once: more for short prompts or small models, 1 for long prompts."""
 
     train_tp: int = 0
     """Tensor-parallel degree of training. 0: all ranks form one replica; otherwise ranks / train_tp replicas are
@@ -186,6 +187,7 @@ class Config:
         )
         _require(self.eval_samples >= 1, "eval-samples", self.eval_samples, "1 or more")
         _require(self.prompts >= 1, "prompts", self.prompts, "1 or more")
+        _require(self.micro_batch >= 1, "micro-batch", self.micro_batch, "1 or more")
         tp = self.tp(world)
         _require(tp > 0 and world % tp == 0, "train-tp", tp, f"a divisor of the {world} ranks that torchrun started")
         _require(
@@ -206,6 +208,7 @@ TINY = Config(
     dtype="float32",
     steps=100,
     prompts=16,
+    micro_batch=8,
     warmup_steps=40,
     algo=AlgoConfig(kl_coef=0.1),
     data=DataConfig(max_prompt_tokens=512),
@@ -249,8 +252,7 @@ def _require(ok: bool, name: str, value: object, expected: str) -> None:
         raise ValueError(f"--{name} {value}: expected {expected}")
 
 
-# ---- the algorithm
-# ----------------------------------------------------------------------------------------------------------
+# ---- the algorithm ---------------------------------------------------------------------------------------------------
 
 
 def advantages(rewards: torch.Tensor, normalize_std: bool) -> torch.Tensor:
@@ -313,8 +315,7 @@ def denominator(groups: list[sched.Group], algo: AlgoConfig) -> float:
     return float(sum(int(group.mask.any(1).sum()) for group in groups))
 
 
-# ---- one trainer rank
-# -------------------------------------------------------------------------------------------------------
+# ---- one trainer rank ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -454,6 +455,7 @@ class Trainer:
             self.ranks.control,
             self.ranks.tp_group,
             self.ranks.dp_group,
+            micro_batch=config.micro_batch,
             keep_activations=config.memory.activations == "keep",
             prefix_stream=memory.stream(config.prefix_sms),
         )
@@ -491,8 +493,8 @@ class Trainer:
                 have |= piece
         return loader.take(have, position, count)
 
-    def mine(self, samples: list[data.Sample]) -> list[data.Sample]:
-        """This replica's share."""
+    def mine(self, samples: list) -> list:
+        """This replica's share of what belongs to a step's prompts."""
         return samples[self.ranks.replica :: self.ranks.world // self.ranks.tp]
 
     def requests(self, samples: list[data.Sample], step: int, n: int, temperature: float | None = None) -> list:
@@ -533,8 +535,7 @@ def _accumulate_into(buffer: torch.Tensor):
     return hook
 
 
-# ---- steps
-# ------------------------------------------------------------------------------------------------------------------
+# ---- steps -----------------------------------------------------------------------------------------------------------
 
 
 def warm_up(trainer: Trainer, step: int, position: int) -> tuple[float, int]:
@@ -543,21 +544,21 @@ def warm_up(trainer: Trainer, step: int, position: int) -> tuple[float, int]:
 
     It teaches where an answer goes and which letters there are, and nothing about the videos.
     """
-    ranks, tokenizer = trainer.ranks, trainer.dataset.tokenizer
+    ranks, tokenizer, size = trainer.ranks, trainer.dataset.tokenizer, trainer.config.micro_batch
     samples, position = trainer.samples(trainer.loader, position, trainer.config.prompts)
-    trainer.schedule.begin_gradients()
-    total, tokens = 0.0, 0
+    targets = []
     for i, sample in enumerate(samples):
         generator = torch.Generator().manual_seed(hash((trainer.config.seed, step, i)) % 2**63)
         choices = [option[0] for option in sample.options] or ["1"]
         letter = choices[int(torch.randint(len(choices), (1,), generator=generator))]
-        target = tokenizer(f"<answer>{letter}</answer>{tokenizer.eos_token}", return_tensors="pt")["input_ids"]
-        target = target.to(memory.device())
-        tokens += target.numel()
-        if i % (ranks.world // ranks.tp) != ranks.replica:
-            continue
-        prefix = trainer.actor.prefix(sample)
-        loss = -trainer.actor.suffix(prefix, target, 1.0).sum()
+        text = f"<answer>{letter}</answer>{tokenizer.eos_token}"
+        targets.append(tokenizer(text, return_tensors="pt")["input_ids"].to(memory.device()))
+    trainer.schedule.begin_gradients()
+    total, tokens = 0.0, sum(target.numel() for target in targets)
+    samples, targets = trainer.mine(samples), trainer.mine(targets)
+    for i in range(0, len(samples), size):
+        prefix = trainer.actor.prefix(samples[i : i + size])
+        loss = -sum(logprobs.sum() for logprobs in trainer.actor.suffix(prefix, targets[i : i + size], 1.0))
         loss.backward()
         trainer.actor.prefix_backward(prefix)
         total += loss.item()
@@ -708,8 +709,7 @@ def _group_flops(trainer: Trainer, group: sched.Group) -> float:
     return forward * (3 + (trainer.schedule.reference is not None))
 
 
-# ---- checkpoints
-# ------------------------------------------------------------------------------------------------------------
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(trainer: Trainer, step: int, position: int) -> None:
@@ -753,8 +753,7 @@ def load_checkpoint(trainer: Trainer) -> tuple[int, int]:
     return int(found[-1].name.removeprefix("checkpoint-")), state["position"]
 
 
-# ---- logging
-# ----------------------------------------------------------------------------------------------------------------
+# ---- logging ---------------------------------------------------------------------------------------------------------
 
 
 class Log:
@@ -851,8 +850,7 @@ def facts(trainer: Trainer) -> str:
     return "\n".join(lines + [f"  {name:32s} {nbytes / 2**20:10.2f} MiB  {text}" for name, nbytes, text in rows])
 
 
-# ---- ends
-# -------------------------------------------------------------------------------------------------------------------
+# ---- ends ------------------------------------------------------------------------------------------------------------
 
 
 class Ends:
@@ -914,8 +912,7 @@ class Ends:
             return True
 
 
-# ---- the loop
-# ---------------------------------------------------------------------------------------------------------------
+# ---- the loop --------------------------------------------------------------------------------------------------------
 
 
 def prepare_run(config: Config, ranks: Ranks) -> tuple[Path, Path]:

@@ -44,8 +44,7 @@ import memory
 VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary to this; the trainer uses the same rows so that the shards coincide
 
 
-# ---- the table
-# --------------------------------------------------------------------------------------------------------------
+# ---- the table -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -122,8 +121,7 @@ def _fused_gate_up(name: str) -> str:
     return name.replace("gate_proj", "gate_up_proj") if "gate_proj" in name else name.replace("up_proj", "gate_up_proj")
 
 
-# ---- the layout of one rollout rank's snapshot
-# ------------------------------------------------------------------------------
+# ---- the layout of one rollout rank's snapshot -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -203,8 +201,7 @@ def check_degrees(config, train_tp: int, rollout_tp: int, qkv: str) -> None:
             )
 
 
-# ---- the trainer's side
-# -----------------------------------------------------------------------------------------------------
+# ---- the trainer's side ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -334,8 +331,7 @@ def _split_groups(interleaved: torch.Tensor, plan: Layout) -> tuple[torch.Tensor
     return by_group.split([width, plan.head_size, plan.head_size], dim=1)
 
 
-# ---- the engine's side
-# ------------------------------------------------------------------------------------------------------
+# ---- the engine's side -----------------------------------------------------------------------------------------------
 
 
 def engine_views(snapshot: torch.Tensor, plan: Layout) -> dict[str, torch.Tensor]:
@@ -393,8 +389,7 @@ def _keep_weights_in_place(model: torch.nn.Module) -> None:
             module.quant_method = replacement[method]()
 
 
-# ---- initial values, checkpoints
-# --------------------------------------------------------------------------------------------
+# ---- initial values, checkpoints -------------------------------------------------------------------------------------
 
 
 def init_random(snapshot: Snapshot, seed: int, config) -> None:
@@ -535,8 +530,7 @@ def _finish_export(partial: Path, target: Path, source: Path, written: list[list
     partial.rename(target)
 
 
-# ---- coverage
-# ---------------------------------------------------------------------------------------------------------------
+# ---- coverage --------------------------------------------------------------------------------------------------------
 
 
 def coverage(rows: list[Logical]) -> dict[int, int]:

@@ -31,7 +31,7 @@ def make_sample(config, kinds: list[str], seed: int) -> Sample:
         pad = config.video_token_id if kind == "video" else config.image_token_id
         ids += [config.vision_start_token_id, *[pad] * (t * h * w // 4), config.vision_end_token_id]
     ids += rng.integers(60, 300, 9).tolist()
-    grid = torch.tensor([m.grid for m in media]).reshape(-1, 3)
+    grid = torch.tensor([m.grid for m in media], dtype=torch.int64).reshape(-1, 3)
     seconds = [2 / m.fps if m.kind == "video" else 1.0 for m in media]
     return Sample(0, "test", ids, torch.tensor(ids), media, grid, seconds, "", "", "", [])
 
@@ -80,28 +80,34 @@ def case(source: Path, kinds: list[str], qkv: str, dtype: torch.dtype, logprob_b
     responses = torch.randint(60, 300, (3, 6), generator=generator)
     weight = torch.randn(3, 6, generator=generator)
     weight[1, 4:] = 0  # a padded end
-    prefix = actor.prefix(sample)
-    ours = actor.suffix(prefix, responses, TEMPERATURE)
-    (ours * weight).sum().backward()
-    actor.prefix_backward(prefix)
+    other, short, rest = make_sample(config, [], seed=4), responses[:2, :3], weight[:2, :3]  # padded beside the first
+
+    def backward(keep: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        prefix = actor.prefix([sample, other], keep)
+        ours, shorter = actor.suffix(prefix, [responses, short], TEMPERATURE)
+        ((ours * weight).sum() + (shorter * rest).sum()).backward()
+        actor.prefix_backward(prefix)
+        return ours, shorter
+
+    ours, shorter = backward(keep=True)
     theirs = reference_logprobs(hf, config, sample, responses)
-    (theirs * weight).sum().backward()
-    gap = (ours - theirs).abs().max().item()
+    theirs_shorter = reference_logprobs(hf, config, other, short)
+    ((theirs * weight).sum() + (theirs_shorter * rest).sum()).backward()
+    gap = max((ours - theirs).abs().max().item(), (shorter - theirs_shorter).abs().max().item())
     assert gap <= logprob_bar, f"{kinds} {qkv} {dtype}: log-probabilities differ by {gap}"
 
     kept = {name: parameter.grad.clone() for name, parameter in actor.named_parameters() if parameter.grad is not None}
     actor.zero_grad()
-    prefix = actor.prefix(sample, keep=False)
-    (actor.suffix(prefix, responses, TEMPERATURE) * weight).sum().backward()
-    actor.prefix_backward(prefix)
+    backward(keep=False)
     for name, gradient in kept.items():
         assert torch.equal(gradient, actor.get_parameter(name).grad), (
             f"{name}: recomputing the prefix changed its gradient"
         )
 
     with torch.no_grad():
-        frozen = actor.prefix(sample)
-        assert frozen.attached is None and torch.equal(actor.suffix(frozen, responses, TEMPERATURE), ours)
+        frozen = actor.prefix([sample, other])
+        assert frozen.attached is None
+        assert torch.equal(actor.suffix(frozen, [responses, short], TEMPERATURE)[0], ours)
     compare_gradients(actor, dict(hf.named_parameters()), weights.table(config, qkv), plan, gradient_bar)
 
 

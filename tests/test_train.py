@@ -23,8 +23,7 @@ import train
 
 TRAIN = ROOT / "train.py"
 
-# ---- the algorithm
-# ----------------------------------------------------------------------------------------------------------
+# ---- the algorithm ---------------------------------------------------------------------------------------------------
 
 
 def test_equal_rewards_give_exactly_zero():
@@ -111,8 +110,7 @@ def test_denominator_counts_tokens_or_responses():
     assert train.denominator([group, group], train.AlgoConfig(aggregate="sequence")) == 4
 
 
-# ---- configuration
-# ----------------------------------------------------------------------------------------------------------
+# ---- configuration ---------------------------------------------------------------------------------------------------
 
 
 def test_presets_follow_the_model():
@@ -168,8 +166,7 @@ def test_help_explains_every_field():
     assert "reference and actor prefixes run beside decode" in " ".join(text.replace("│", " ").split())
 
 
-# ---- whole runs
-# -------------------------------------------------------------------------------------------------------------
+# ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
 def metrics(run_dir: Path) -> list[dict]:
