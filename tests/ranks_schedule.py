@@ -25,10 +25,11 @@ def run_step(trainer: "train.Trainer", overlap: str, state: dict, position: int)
     seen: list = []
     original = trainer.schedule._actor_gradients
 
-    def watch(groups, loss):  # after the responses are in, before anything is computed from them
+    def watch(batches, loss):  # after the responses are in, before anything is computed from them
+        groups = [group for batch in batches for group in batch.groups]
         seen.extend((r.request_id, r.index, tuple(r.token_ids), tuple(r.logprobs)) for g in groups for r in g.responses)
         assert all(r.prompt_ids == g.sample.input_ids.tolist() for g in groups for r in g.responses)
-        original(groups, loss)
+        original(batches, loss)
 
     trainer.schedule._actor_gradients = watch
     metrics, _ = train.train_step(trainer, 0, position)
