@@ -20,6 +20,7 @@ Shapes: T frames, H height, W width (pixels), P prompt tokens.
 """
 
 import collections
+import functools
 import hashlib
 import json
 import math
@@ -159,10 +160,11 @@ class Sample:
     problem_type: str  # a key of reward.py's table
     options: list[str]
 
-    @property
+    @functools.cached_property
     def pixel_values(self) -> torch.Tensor | None:
-        """[patches of all media, 1176] float32 on the CPU, bit-equal to transformers' processor. Computed at each
-        access (it is eight times the frames' bytes for an image, four for a video): keep it while it is needed."""
+        """[patches of all media, 1176] float32 on the CPU, bit-equal to transformers' processor. Computed at the first
+        access and kept with the sample (eight times the frames' bytes for an image, four for a video): every role and
+        a recomputed prefix read it again."""
         return torch.cat([_patchify(m.frames) for m in self.media]) if self.media else None
 
 

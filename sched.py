@@ -261,6 +261,8 @@ class Schedule:
             mine = [(i, group.responses, group.rewards) for i, group in answered]
             dist.all_gather_object(pieces, mine, group=self.control)
         for i, responses, rewards in (entry for piece in pieces for entry in piece):
+            if any(response.prompt_ids != groups[i].sample.input_ids.tolist() for response in responses):
+                raise RuntimeError(f"prompt {i}: the engine expanded its media to other token ids than the trainer")
             groups[i].responses, groups[i].rewards = sorted(responses, key=lambda r: r.index), rewards
             groups[i].pack()
         if self.engine is not None:

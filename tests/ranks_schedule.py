@@ -88,9 +88,10 @@ def check(trainer: "train.Trainer") -> None:
     assert overlapped_us(serial["events"], prefixes) == 0
     assert overlapped_us(overlapped["events"], prefixes) > 1000, "prefixes did not run beside the engine"
     # The replicated parameters, and every gathered slab, are the same on all ranks of the replica (rollout TP 1).
-    sums = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sums, trainer.snapshot.bytes.to(torch.int64).cumsum(0).sum()[None])
-    assert len({int(s) for s in sums}) == 1, "ranks hold different snapshots"
+    digests: list = [None] * dist.get_world_size()
+    digest = trainer.snapshot.bytes.cpu().to(torch.int64).cumsum(0).sum().item()
+    dist.all_gather_object(digests, digest, group=trainer.ranks.control)
+    assert len(set(digests)) == 1, "ranks hold different snapshots"
 
 
 if __name__ == "__main__":
