@@ -16,14 +16,14 @@ device.
 An object occupies device memory only between its first latency-critical use and its last use (Rollplex, §3.2). What
 makes that cheap is that releasing pages does not invalidate a tensor: its address, shape and strides stay, only the
 bytes are gone. On a CPU a region is a memfd: MAP_SHARED pages that another process maps by path, given back by punching
-a hole in the file. On a GPU it will be a CUDA virtual-memory reservation with exportable physical handles; the
-interface is the same.
+a hole in the file. On a GPU it is a reserved range of addresses: physical memory is created, mapped and
+released with CUDA's virtual-memory calls, and reaches the other process as a file descriptor over a Unix socket.
 
 Run:
-    python memory.py                     # CPU: share a region with a second process, release it, time it
-Left out on purpose: the CUDA backend (device() says so plainly), saved-tensor offload, the planner and the Table 3
-contract. To change what stays in device memory, edit the acquire and release calls in sched.py; to change how, edit
-Arena."""
+    python memory.py                     # CPU or GPU: share a region with a second process, release it, time it
+Left out on purpose: saved-tensor offload, the planner and the contract of Table 3.
+To change what stays in device memory, edit the acquire and release calls in sched.py; to change how, edit Arena.
+"""
 
 import mmap
 import os

@@ -16,9 +16,9 @@ The language model is tensor parallel; the vision tower (transformers) is replic
 values. All parameters are views of memory that weights.py lays out: this file only says which function they compute.
 
 Run:
-    python model.py                          # CPU: prefix/suffix log-probabilities against transformers
+    python model.py                          # CPU or GPU: the tiny model's split pass; what sharing a prefix saves
     torchrun --nproc-per-node 2 model.py     # the same at TP 2
-Left out on purpose: pipeline and context parallelism, recomputation, fused GPU kernels.
+Left out on purpose: pipeline and context parallelism, recomputation by layer, fused GPU kernels.
 To add a model, add its configuration to CONFIGS, its tensors to weights.table() and its forward pass here.
 """
 
@@ -539,3 +539,47 @@ def _language_model(config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str) -> G
         share_embeddings_and_output_weights=config.tie_word_embeddings,
         parallel_output=True,
     )
+
+
+def _main() -> None:
+    """Forward and backward of one prompt with N responses, prefix shared and not shared."""
+    import time
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+
+    import weights
+
+    for name, value in _ALONE.items():
+        os.environ.setdefault(name, value)
+    memory.select_device(int(os.environ["LOCAL_RANK"]))
+    memory.answer_cuda_queries()
+    dist.init_process_group(memory.backend())
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    config, n, s = load_config("tiny"), 8, 32
+    plan = weights.layout(config, dist.get_world_size(), 1, "split", torch.float32)
+    arena = memory.Arena({"snapshot": plan.nbytes})
+    snapshot = weights.Snapshot(plan, dist.get_rank(), arena.acquire("snapshot"), None, dist.group.WORLD)
+    weights.init_random(snapshot, 0, config)
+    model = QwenVL(config, torch.float32, "split")
+    model.bind({shard.name: shard.parameter(snapshot.flat(shard)) for shard in snapshot.shards}, requires_grad=True)
+    text = torch.randint(60, 300, (400,))
+    prompt = SimpleNamespace(input_ids=text, grid_thw=torch.zeros(0, 3), second_per_grid=[], pixel_values=None)
+    responses = torch.randint(60, 300, (n, s), device=memory.device())
+    for groups in ([responses], [row[None] for row in responses]):  # one prefix for all, or one for each
+        start = time.perf_counter()
+        for own in groups:
+            prefix = model.prefix([prompt])
+            model.suffix(prefix, [own], 1.0)[0].sum().backward()
+            model.prefix_backward(prefix)
+        memory.synchronize()
+        if dist.get_rank() == 0:
+            took_ms = (time.perf_counter() - start) * 1e3
+            print(f"{len(groups)} prefixes of {len(text)} tokens, {n} responses of {s}: {took_ms:.0f} ms")
+    dist.destroy_process_group()
+
+
+_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29503"}
+
+if __name__ == "__main__":
+    _main()

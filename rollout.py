@@ -34,9 +34,8 @@ engine raises EngineDied in the trainer with its phase, exit code, last message 
 Run:
     python rollout.py                 # CPU: a tiny random model in an arena, one engine, a synthetic clip; 20 to 50 s
     python rollout.py --help
-Left out on purpose: the GPU's KV release and device placement (an error says so), preprocessing ahead of the step that
-needs it (it would hide some milliseconds a group), speculative decoding, sleep mode (with shared weights only KV needs
-releasing).
+Left out on purpose: preprocessing ahead of the step that needs it (it would hide some milliseconds a group),
+speculative decoding, sleep mode (with shared weights only KV needs releasing, and that lies in an arena region).
 To tune or swap the engine, edit RolloutConfig and _engine_args(); the protocol is the tuples that Engine and
 EngineClient send each other.
 """
