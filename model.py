@@ -114,6 +114,7 @@ def _named_config(name: str) -> Qwen2_5_VLConfig:
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
+        vision_token_id=ids["<|vision_pad|>"],
         tie_word_embeddings=tied,
     )
 
@@ -184,9 +185,10 @@ def _save_processor(directory: Path) -> None:
 
 
 def forbidden_ids(config) -> list[int]:
-    """Ids a policy must never produce: visual placeholders and markers."""
+    """Ids a policy must never produce: visual placeholders and markers, and Qwen's <|endoftext|>, which only pads."""
     ids = [config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id]
-    return sorted(i for i in ids if i is not None)
+    ids += [getattr(config, "vision_token_id", None), config.text_config.bos_token_id]
+    return sorted({i for i in ids if i is not None and i != config.text_config.eos_token_id})
 
 
 # ---- positions -------------------------------------------------------------------------------------------------------

@@ -193,14 +193,20 @@ class Config:
         _require(
             self.prompts % (world // tp) == 0, "prompts", self.prompts, f"a multiple of the {world // tp} replicas"
         )
+        self._validate_sampling()
         if self.named and self.model != "tiny":
-            _require(
-                self.weights == "random",
-                "weights",
-                self.weights,
-                f"random: {self.model} is a configuration without weights",
-            )
+            expected = f"random: {self.model} is a configuration without weights"
+            _require(self.weights == "random", "weights", self.weights, expected)
         _require(not (self.resume and not self.run_dir), "run-dir", "''", "the run to --resume")
+
+    def _validate_sampling(self) -> None:
+        """The trainer's log-probabilities are over the whole vocabulary at the engine's temperature."""
+        sampling, whole = self.rollout, "the trainer's distribution is over the whole vocabulary"
+        _require(
+            sampling.temperature > 0, "rollout.temperature", sampling.temperature, "above 0: greedy has no gradient"
+        )
+        _require(sampling.top_p == 1, "rollout.top-p", sampling.top_p, f"1: {whole}")
+        _require(sampling.top_k == 0, "rollout.top-k", sampling.top_k, f"0: {whole}")
 
 
 # What `train.py` alone runs: small enough for two cores, and large enough to be every mechanism.
@@ -237,14 +243,10 @@ def configure(argv: list[str], world: int) -> Config:
 
 def _check_model(config: Config, hf_config, world: int) -> None:
     weights.check_degrees(hf_config, config.tp(world), config.rollout_tp, config.qkv)
-    most, used = (
-        hf_config.text_config.max_position_embeddings,
-        config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-    )
-    expected = (
-        f"together with --rollout.max-new-tokens {config.rollout.max_new_tokens} at most the model's {most} positions"
-    )
-    _require(used <= most, "data.max-prompt-tokens", config.data.max_prompt_tokens, expected)
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    most = hf_config.text_config.max_position_embeddings
+    expected = f"together with --rollout.max-new-tokens {response} at most the model's {most} positions"
+    _require(prompt + response <= most, "data.max-prompt-tokens", prompt, expected)
 
 
 def _require(ok: bool, name: str, value: object, expected: str) -> None:
@@ -287,9 +289,8 @@ def policy_loss(
     # Padding may hold anything; zeroed first, because 0 times an infinite gradient would be NaN.
     new, old, rollout = (x.masked_fill(~mask, 0.0) for x in (new, old, rollout))
     ratio = torch.exp(new - old)
-    gain = torch.minimum(
-        ratio * advantage[:, None], ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high) * advantage[:, None]
-    )
+    advantage = advantage[:, None]  # [N, 1]
+    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - algo.clip_low, 1 + algo.clip_high) * advantage)
     if algo.tis_cap:
         gain = gain * torch.exp(old - rollout).clamp(max=algo.tis_cap).detach()
     loss = -gain
@@ -300,9 +301,7 @@ def policy_loss(
     if algo.aggregate == "sequence":
         weight = weight / weight.sum(1, keepdim=True).clamp(min=1)
     gap = (old - rollout).abs().detach()
-    clipped = ((ratio < 1 - algo.clip_low) & (advantage[:, None] < 0)) | (
-        (ratio > 1 + algo.clip_high) & (advantage[:, None] > 0)
-    )
+    clipped = ((ratio < 1 - algo.clip_low) & (advantage < 0)) | ((ratio > 1 + algo.clip_high) & (advantage > 0))
     total = (loss * weight).sum()
     sums = dict(loss=total, kl=(kl * mask).sum(), gap=gap.sum(), clipped=(clipped & mask).sum(), tokens=mask.sum())
     return total, {name: value.detach().double() for name, value in sums.items()} | {"gap_max": gap.max().double()}
@@ -763,13 +762,22 @@ class Log:
         self.config, self.ranks, self.begin = config, ranks, time.monotonic()
         if ranks.rank:
             return
-        self._metrics = (run_dir / "metrics.jsonl").open("a")
+        self._path = run_dir / "metrics.jsonl"
+        self._metrics = self._path.open("a")
         self._trace = sched.TraceFile(run_dir / "trace.json")
         self._wandb = None
         if config.wandb != "off":
             import wandb
 
             self._wandb = wandb.init(project="rollplex", mode=config.wandb, dir=run_dir, config=asdict(config))
+
+    def rewind(self, step: int) -> None:
+        """Drop what was logged for `step` and later: a resumed run computes it again."""
+        if self.ranks.rank == 0:
+            lines = self._path.read_text().splitlines(keepends=True)
+            self._metrics.close()
+            self._path.write_text("".join(line for line in lines if json.loads(line)["step"] < step))
+            self._metrics = self._path.open("a")
 
     def step(self, step: int, metrics: dict, timeline: sched.Timeline) -> None:
         """Collective over all ranks: gathers their trace events. Seconds per phase are rank 0's and add up to
@@ -784,9 +792,7 @@ class Log:
             self._trace.write([event])
         seconds["other"] = metrics["step_s"] - sum(seconds.values())
         metrics |= {f"phase/{name}": value for name, value in seconds.items()}
-        busy = sum(
-            v for name, v in seconds.items() if name in ("reference prefix", "actor prefix", "reference", "actor")
-        )
+        busy = sum(seconds.get(name, 0.0) for name in ("reference prefix", "actor prefix", "reference", "actor"))
         metrics["tok_s_train"] = metrics["tokens"] / max(busy, 1e-9)
         peak = memory.peak_flops()
         metrics["mfu"] = None if peak is None else metrics["model_flops"] / self.ranks.world / max(busy, 1e-9) / peak
@@ -947,6 +953,7 @@ def train(config: Config, ends: Ends) -> None:
     if config.resume:
         trainer.freeze_reference(reference if config.warmup_steps else None)  # without warm-up it is θ0, still in place
         first, position = load_checkpoint(trainer)
+        log.rewind(first)
         log.say(f"resumed at step {first}")
     else:
         for i in range(config.warmup_steps):
@@ -974,7 +981,8 @@ def train(config: Config, ends: Ends) -> None:
             save_checkpoint(trainer, step + 1, position)
 
     if config.export:
-        weights.export_hf(trainer.snapshot, model_dir, run_dir / "model", ranks.tp_group)
+        if ranks.replica == 0:  # replicas hold the same weights
+            weights.export_hf(trainer.snapshot, model_dir, run_dir / "model", ranks.tp_group)
         log.say(
             f"model: {run_dir}/model   metrics: {run_dir}/metrics.jsonl   trace: {run_dir}/trace.json (ui.perfetto.dev)"
         )

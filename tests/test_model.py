@@ -85,6 +85,14 @@ def test_model_directory_is_complete_and_stable(tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_forbidden_ids_are_the_visual_tokens_and_the_padding(tmp_path):
+    directory = models.make_model_dir("tiny", tmp_path)
+    tokenizer = AutoProcessor.from_pretrained(directory).tokenizer
+    names = ["<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+    assert models.forbidden_ids(models.load_config(str(directory))) == sorted(tokenizer.convert_tokens_to_ids(names))
+    assert tokenizer.pad_token_id in models.forbidden_ids(models.load_config("tiny"))
+
+
 def test_unknown_model_names_the_choices(tmp_path):
     with pytest.raises(ValueError, match="--model no-such: expected one of tiny, qwen2.5-vl-3b"):
         models.load_config("no-such")
