@@ -392,10 +392,6 @@ class HostPool:
         self._used_bytes = 0
 
     @property
-    def used_bytes(self) -> int:
-        return self._used_bytes
-
-    @property
     def nbytes(self) -> int:
         return self._block.numel()
 

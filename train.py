@@ -743,7 +743,7 @@ def load_checkpoint(trainer: Trainer) -> tuple[int, int]:
     found = sorted(trainer.run_dir.glob("checkpoint-??????"))
     if not found:
         raise ValueError(f"--resume: {trainer.run_dir} has no checkpoint; start without --resume in a new --run-dir")
-    state = torch.load(found[-1] / f"rank{trainer.ranks.tp_rank}.pt", weights_only=True)
+    state = torch.load(found[-1] / f"rank{trainer.ranks.tp_rank}.pt", weights_only=True, mmap=True)
     trainer.arena.acquire("workspace")
     trainer.optimizer.load_state_dict(state["optimizer"])
     trainer.arena.release("workspace")
@@ -962,7 +962,7 @@ def train(config: Config, ends: Ends) -> None:
                 log.say(f"warm-up {i + 1}/{config.warmup_steps}  supervised loss {loss:.4f} nats a token")
         trainer.freeze_reference()
         if config.algo.kl_coef and config.warmup_steps and ranks.replica == 0:
-            torch.save(trainer.reference_host, reference)
+            torch.save(trainer.reference_host.clone(), reference)  # the tensor alone, not the pool that it lies in
     log.say(f"engines: waiting until they are ready (log: {run_dir}/engine*.log)")
     if trainer.engine is not None:
         ready = trainer.engine.ready()
