@@ -44,11 +44,11 @@ from transformers import AttentionInterface, AutoConfig, Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 import memory
+from rollout import FORBIDDEN_BIAS
+from weights import VOCAB_MULTIPLE
 
 # B prompts, N responses a prompt, P prompt tokens, S response tokens (padded), H query heads, K key/value heads of this
 # rank, D head size, V vocabulary rows of this rank. Megatron's activations are [tokens, batch, ...].
-
-FORBIDDEN_BIAS = -100.0  # added to the logits of ids that must not be sampled, by the engine and by the trainer alike
 
 # Published dimensions (config.json of Qwen/Qwen2.5-VL-*-Instruct): hidden, MLP, layers, heads, key/value heads,
 # vocabulary, tied, then the vision tower's MLP.
@@ -377,7 +377,10 @@ class QwenVL(torch.nn.Module):
         self.vision.rotary_pos_emb = type(self.vision.rotary_pos_emb)(config.vision_config).to(memory.device())
         self.lm = _language_model(config, dtype, qkv)
         self.tied = config.tie_word_embeddings
-        rows = memory.align(config.text_config.vocab_size, 64) // parallel_state.get_tensor_model_parallel_world_size()
+        rows = (
+            memory.align(config.text_config.vocab_size, VOCAB_MULTIPLE)
+            // parallel_state.get_tensor_model_parallel_world_size()
+        )
         first = rows * parallel_state.get_tensor_model_parallel_rank()
         bias = torch.zeros(rows)  # [V], this rank's rows
         for i in forbidden_ids(config):
@@ -530,7 +533,7 @@ def _language_model(config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str) -> G
     return GPTModel(
         megatron,
         spec,
-        vocab_size=memory.align(text.vocab_size, 64),
+        vocab_size=memory.align(text.vocab_size, VOCAB_MULTIPLE),
         max_sequence_length=text.max_position_embeddings,
         position_embedding_type="mrope",
         rotary_base=text.rope_parameters["rope_theta"],

@@ -697,9 +697,8 @@ def _group_flops(trainer: Trainer, group: sched.Group) -> float:
     tower's few window attentions are left out, its weights are not."""
     text, responses = trainer.actor.config.text_config, [len(r.token_ids) for r in group.responses]
     p, visual = len(group.sample.input_ids), int(group.sample.grid_thw.prod(-1).sum())
-    rows = weights.table(trainer.actor.config, trainer.config.qkv)
     sizes = dict.fromkeys((True, False), 0)
-    for row in rows:
+    for row in trainer.plan.rows:
         if row.hf != "model.embed_tokens.weight":
             sizes[row.hf.startswith("visual.")] += torch.Size(row.shape).numel()
     pairs = p * p / 2 + sum(s * (p + s / 2) for s in responses)  # (query, key) pairs, the prompt once
@@ -787,9 +786,8 @@ class Log:
         dist.all_gather_object(gathered, events, group=self.ranks.everyone)
         if self.ranks.rank:
             return
-        for event in (event for rank_events in gathered for event in rank_events):
-            event["args"] = {"step": step} | event["args"]
-            self._trace.write([event])
+        everything = (event for rank_events in gathered for event in rank_events)
+        self._trace.write([event | {"args": {"step": step} | event["args"]} for event in everything])
         seconds["other"] = metrics["step_s"] - sum(seconds.values())
         metrics |= {f"phase/{name}": value for name, value in seconds.items()}
         busy = sum(seconds.get(name, 0.0) for name in ("reference prefix", "actor prefix", "reference", "actor"))
@@ -831,7 +829,7 @@ class Log:
 def facts(trainer: Trainer) -> str:
     """Derived figures, once per run: what a step costs and what a rank holds."""
     config, plan, ranks = trainer.config, trainer.plan, trainer.ranks
-    parameters = weights.coverage(weights.table(trainer.actor.config, config.qkv))
+    parameters = weights.coverage(plan.rows)
     total = sum(parameters.values())
     share = " / ".join(f"{100 * count / total:.1f}" for count in parameters.values())
     responses = config.prompts * config.rollout.n

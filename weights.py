@@ -153,6 +153,11 @@ class Layout:
     vocab_size: int  # rows of the vocabulary that are real; the rest is padding
 
     @property
+    def rows(self) -> list[Logical]:
+        """The table that this layout places."""
+        return [slot.logical for slot in self.slots]
+
+    @property
     def q(self) -> int:
         """Training shards per rollout shard."""
         return self.train_tp // self.rollout_tp
@@ -294,21 +299,21 @@ class Snapshot:
 
     def reconstruct(self) -> None:
         """Case 3: permute the trainer's interleaved groups into this rank's Q, K and V slabs."""
-        for shard in self.shards:
-            if shard.case == 3:
-                interleaved = shard.parameter(self.flat(shard))
-                parts = [self.slab(slot) for slot in self._fused_parts[shard.name]]
-                for slab, rows in zip(parts, _split_groups(interleaved, self.plan), strict=True):
-                    slab.view(rows.shape).copy_(rows)
+        for slab, rows in self._case3():
+            slab.copy_(rows)
 
     def fuse(self) -> None:
         """Case 3, the other way, for freshly loaded weights: this rank's Q, K and V slabs into the trainer's order."""
+        for slab, rows in self._case3():
+            rows.copy_(slab)
+
+    def _case3(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The same numbers in both orders: a Q, K or V slab of the snapshot, and its rows in the trainer's tensor."""
         for shard in self.shards:
             if shard.case == 3:
-                interleaved = shard.parameter(self.flat(shard))
-                parts = [self.slab(slot) for slot in self._fused_parts[shard.name]]
-                for slab, rows in zip(parts, _split_groups(interleaved, self.plan), strict=True):
-                    rows.copy_(slab.view(rows.shape))
+                split = _split_groups(shard.parameter(self.flat(shard)), self.plan)
+                for slot, rows in zip(self._fused_parts[shard.name], split, strict=True):
+                    yield self.slab(slot).view(rows.shape), rows
 
     def exchange(self) -> None:
         """Gather every sharded slot in place; each rank contributes the slab it owns. A collective of the group."""
