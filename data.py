@@ -649,7 +649,7 @@ def main() -> int:
     page = tyro.cli(Annotated[_Page, tyro.conf.OmitArgPrefixes], description=_Page.__doc__)
     model_dir = page.model
     if not model_dir:
-        from model import make_model_dir
+        from configs import make_model_dir
 
         model_dir = make_model_dir("tiny", page.root)
     try:

@@ -19,15 +19,12 @@ Run:
     python model.py                          # CPU or GPU: the tiny model's split pass; what sharing a prefix saves
     torchrun --nproc-per-node 2 model.py     # the same at TP 2
 Left out on purpose: pipeline and context parallelism, recomputation by layer, fused GPU kernels.
-To add a model, add its configuration to CONFIGS, its tensors to weights.table() and its forward pass here.
+To add a model, add its configuration to configs.py, its tensors to weights.table() and its forward pass here.
 """
 
 import copy
-import json
 import os
-import shutil
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -40,155 +37,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, AutoConfig, Qwen2_5_VLConfig
+from transformers import AttentionInterface, Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 import memory
+from configs import forbidden_ids
 from rollout import FORBIDDEN_BIAS
 from weights import VOCAB_MULTIPLE
 
 # B prompts, N responses a prompt, P prompt tokens, S response tokens (padded), H query heads, K key/value heads of this
 # rank, D head size, V vocabulary rows of this rank. Megatron's activations are [tokens, batch, ...].
-
-# Published dimensions (config.json of Qwen/Qwen2.5-VL-*-Instruct): hidden, MLP, layers, heads, key/value heads,
-# vocabulary, tied, then the vision tower's MLP.
-CONFIGS = {
-    "qwen2.5-vl-3b": (2048, 11008, 36, 16, 2, 151936, True, 3420),
-    "qwen2.5-vl-7b": (3584, 18944, 28, 28, 4, 152064, False, 3420),
-    "qwen2.5-vl-32b": (5120, 27648, 64, 40, 8, 152064, False, 3456),
-    "qwen2.5-vl-72b": (8192, 29568, 80, 64, 8, 152064, False, 3456),
-}
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"]
-SPECIAL_TOKENS += ["<|image_pad|>", "<|video_pad|>"]
-
-
-# ---- configurations and model directories ----------------------------------------------------------------------------
-
-
-def load_config(model: str) -> Qwen2_5_VLConfig:
-    """The transformers configuration of a model name (tiny, qwen2.5-vl-3b …) or directory. Raises ValueError with the
-    fix."""
-    if model in CONFIGS or model == "tiny":
-        return _named_config(model)
-    path = Path(model)
-    if not (path / "config.json").is_file():
-        names = ", ".join(["tiny", *CONFIGS])
-        raise ValueError(f"--model {model}: expected one of {names} or a directory with a config.json")
-    config = AutoConfig.from_pretrained(path)
-    if config.model_type != "qwen2_5_vl":
-        raise ValueError(f"--model {model}: config.json has model_type {config.model_type!r}, expected qwen2_5_vl")
-    return config
-
-
-def _named_config(name: str) -> Qwen2_5_VLConfig:
-    if name == "tiny":  # head size 32: the smallest that vLLM's CPU attention has
-        hidden, inner, layers, heads, kv, vocab, tied, vision_inner = 128, 256, 2, 4, 2, 384, False, 128
-        vision = dict(depth=2, hidden_size=64, num_heads=2, fullatt_block_indexes=[1], initializer_range=0.1)
-        sections, std, positions = [4, 6, 6], 0.06, 4096
-    else:
-        hidden, inner, layers, heads, kv, vocab, tied, vision_inner = CONFIGS[name]
-        vision = dict(
-            depth=32, hidden_size=1280, num_heads=16, fullatt_block_indexes=[7, 15, 23, 31], initializer_range=0.02
-        )
-        sections, std, positions = [16, 24, 24], 0.02, 128000
-    ids = {token: i for i, token in enumerate(SPECIAL_TOKENS)}  # make_model_dir's tokenizer puts them first
-    text = dict(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        vocab_size=vocab,
-        max_position_embeddings=positions,
-        rms_norm_eps=1e-6,
-        initializer_range=std,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": sections},
-        bos_token_id=ids["<|endoftext|>"],
-        eos_token_id=ids["<|im_end|>"],
-    )
-    vision |= dict(intermediate_size=vision_inner, out_hidden_size=hidden, window_size=112, tokens_per_second=2)
-    return Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        vision_token_id=ids["<|vision_pad|>"],
-        tie_word_embeddings=tied,
-    )
-
-
-def make_model_dir(name: str, root: str | Path) -> Path:
-    """A directory for a named configuration without weights: config, a byte-level tokenizer made here, and the
-    processor.
-
-    The real vocabulary cannot be had without the model's files; ids above the tokenizer's are never produced by it.
-    Returns the directory `root`/`name`, made once."""
-    target = Path(root) / name
-    if (target / "config.json").is_file():
-        return target
-    partial = target.with_name(f"{name}.{os.getpid()}.partial")  # several ranks may make it at once; the first one wins
-    partial.mkdir(parents=True)
-    _save_processor(partial)
-    _named_config(name).save_pretrained(partial)
-    config = json.loads((partial / "config.json").read_text())
-    config["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]  # vLLM finds the model class by this
-    (partial / "config.json").write_text(json.dumps(config, indent=2))
-    try:
-        partial.rename(target)
-    except OSError:
-        shutil.rmtree(partial)
-        if not (target / "config.json").is_file():
-            raise
-    return target
-
-
-_CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}"
-    "{% if c['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% elif c['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def _save_processor(directory: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet)
-    corpus = [
-        "<answer>A</answer> <think> the </think> Which color direction shape moving video Options: A. B. C. D."
-    ] * 8
-    tokenizer.train_from_iterator(corpus, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=[t for t in SPECIAL_TOKENS if t not in ("<|im_end|>", "<|endoftext|>")],
-    )
-    fast.chat_template = _CHAT_TEMPLATE
-    budget = dict(min_pixels=4 * 28 * 28, max_pixels=16384 * 28 * 28)
-    video_budget = dict(min_pixels=4 * 28 * 28, max_pixels=768 * 28 * 28)
-    Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**budget),
-        tokenizer=fast,
-        video_processor=Qwen2VLVideoProcessor(**video_budget),
-        chat_template=_CHAT_TEMPLATE,
-    ).save_pretrained(directory)
-
-
-def forbidden_ids(config) -> list[int]:
-    """Ids a policy must never produce: visual placeholders and markers, and Qwen's <|endoftext|>, which only pads."""
-    ids = [config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id]
-    ids += [getattr(config, "vision_token_id", None), config.text_config.bos_token_id]
-    return sorted({i for i in ids if i is not None and i != config.text_config.eos_token_id})
 
 
 # ---- positions -------------------------------------------------------------------------------------------------------
@@ -549,6 +407,7 @@ def _main() -> None:
 
     import torch.distributed as dist
 
+    import configs
     import weights
 
     for name, value in _ALONE.items():
@@ -557,7 +416,7 @@ def _main() -> None:
     memory.answer_cuda_queries()
     dist.init_process_group(memory.backend())
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-    config, n, s = load_config("tiny"), 8, 32
+    config, n, s = configs.load_config("tiny"), 8, 32
     plan = weights.layout(config, dist.get_world_size(), 1, "split", torch.float32)
     arena = memory.Arena({"snapshot": plan.nbytes})
     snapshot = weights.Snapshot(plan, dist.get_rank(), arena.acquire("snapshot"), None, dist.group.WORLD)

@@ -980,11 +980,11 @@ def _demo(args: _Demo) -> None:
     import tempfile
     from types import SimpleNamespace
 
-    import model
+    import configs
 
     with tempfile.TemporaryDirectory() as root:
-        directory = model.make_model_dir("tiny", root)
-        config = model.load_config(str(directory))
+        directory = configs.make_model_dir("tiny", root)
+        config = configs.load_config(str(directory))
         plan = weights.layout(config, 1, 1, "split", torch.float32)
         arena = memory.Arena({"snapshot": plan.nbytes})
         snapshot = weights.Snapshot(plan, 0, arena.acquire("snapshot"), None)
@@ -993,7 +993,7 @@ def _demo(args: _Demo) -> None:
         frames = np.random.default_rng(0).integers(0, 255, (args.frames, 112, 112, 3), dtype=np.uint8)
         clip = SimpleNamespace(kind="video", frames=frames, fps=2.0)
         prompt = [1, config.vision_start_token_id, config.video_token_id, config.vision_end_token_id, *range(40, 60)]
-        forbidden = model.forbidden_ids(config)
+        forbidden = configs.forbidden_ids(config)
         with EngineClient(
             args.rollout, binding, engine=0, max_prompt_tokens=2048, forbidden_ids=forbidden, run_dir=root
         ) as client:

@@ -44,6 +44,7 @@ import torch.distributed as dist  # noqa: E402
 import tyro  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
+import configs  # noqa: E402
 import data  # noqa: E402
 import memory  # noqa: E402
 import model as models  # noqa: E402
@@ -168,7 +169,7 @@ class Config:
     @property
     def named(self) -> bool:
         """A configuration this repository knows, without weights of its own."""
-        return self.model == "tiny" or self.model in models.CONFIGS
+        return self.model == "tiny" or self.model in configs.CONFIGS
 
     def tp(self, world: int) -> int:
         return self.train_tp or world
@@ -237,7 +238,7 @@ def configure(argv: list[str], world: int) -> Config:
     fix."""
     config = parse(argv)
     config.validate(world)
-    _check_model(config, models.load_config(config.model), world)
+    _check_model(config, configs.load_config(config.model), world)
     return config
 
 
@@ -360,7 +361,7 @@ class Trainer:
 
     def __init__(self, config: Config, ranks: Ranks, run_dir: Path, model_dir: Path):
         self.config, self.ranks, self.run_dir, self.model_dir = config, ranks, run_dir, model_dir
-        hf_config = models.load_config(str(model_dir))
+        hf_config = configs.load_config(str(model_dir))
         self.plan = weights.layout(hf_config, ranks.tp, config.rollout_tp, config.qkv, config.torch_dtype)
         self.timeline = sched.Timeline(ranks.rank)
         self.shards = weights.shards(self.plan, ranks.tp_rank)
@@ -402,7 +403,7 @@ class Trainer:
             ),
             engine=self.ranks.replica * q + e,
             max_prompt_tokens=config.data.max_prompt_tokens,
-            forbidden_ids=models.forbidden_ids(hf_config),
+            forbidden_ids=configs.forbidden_ids(hf_config),
             run_dir=self.run_dir,
             devices=range(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_RANK"]) + self.ranks.tp - e, q),
         )
@@ -932,7 +933,7 @@ def prepare_run(config: Config, ranks: Ranks) -> tuple[Path, Path]:
         if not config.data.path:
             data.make_synthetic(run_dir.parent / "data", config.data)
     dist.barrier()
-    model_dir = models.make_model_dir(config.model, run_dir.parent / "models") if config.named else Path(config.model)
+    model_dir = configs.make_model_dir(config.model, run_dir.parent / "models") if config.named else Path(config.model)
     return run_dir, model_dir
 
 

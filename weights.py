@@ -556,7 +556,7 @@ class _Demo:
 
 
 def _main(args: _Demo) -> None:
-    from model import load_config
+    from configs import load_config
 
     config = load_config(args.model)
     plan = layout(config, args.train_tp, args.rollout_tp, args.qkv, torch.bfloat16)

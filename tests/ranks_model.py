@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+import configs
 import memory
 import model as models
 import weights
@@ -54,7 +55,7 @@ def reference_logprobs(hf, config, sample: Sample, responses: torch.Tensor) -> t
     inputs = {k: v.to(hf.dtype) if k.startswith("pixel") else v for k, v in inputs.items()}
     logits = hf(input_ids=ids, position_ids=position, use_cache=False, **inputs).logits[:, -s - 1 : -1].float()
     bias = torch.zeros(logits.shape[-1])
-    bias[models.forbidden_ids(config)] = -100.0
+    bias[configs.forbidden_ids(config)] = -100.0
     return ((logits + bias) / TEMPERATURE).log_softmax(-1).gather(-1, responses[..., None])[..., 0]
 
 
@@ -64,7 +65,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def case(source: Path, kinds: list[str], qkv: str, dtype: torch.dtype, logprob_bar: float, gradient_bar: float) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    config = models.load_config(str(source))
+    config = configs.load_config(str(source))
     plan = weights.layout(config, world, 1, qkv, dtype)
     arena = memory.Arena({"snapshot": plan.nbytes} | ({"fused": weights.fused_nbytes(plan)} if qkv == "fused" else {}))
     snapshot = weights.Snapshot(

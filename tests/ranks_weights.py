@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+import configs
 import memory
-import model as models
 import weights
 
 
@@ -54,7 +54,7 @@ def padded(hf: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def case(root: Path, source: Path, rollout_tp: int, qkv: str, dtype: torch.dtype) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    config = models.load_config(str(source))
+    config = configs.load_config(str(source))
     hf = Qwen2_5_VLForConditionalGeneration.from_pretrained(source, dtype=dtype).state_dict()
     plan = weights.layout(config, world, rollout_tp, qkv, dtype)
     q, group = plan.q, None

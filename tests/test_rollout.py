@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
+import configs
 import memory
 import model as models
 import rollout
@@ -32,8 +33,8 @@ class Policy:
     """A tiny random model in an arena, as a trainer owns it, and transformers' model with the same weights."""
 
     def __init__(self, root: Path):
-        self.model_dir = models.make_model_dir("tiny", root)
-        self.config = models.load_config(str(self.model_dir))
+        self.model_dir = configs.make_model_dir("tiny", root)
+        self.config = configs.load_config(str(self.model_dir))
         self.plan, self.binding, (self.arena,) = self.share(1)
         self.bytes = self.arena.acquire("snapshot")
         self.views = weights.engine_views(self.bytes, self.plan)
@@ -94,7 +95,7 @@ class Policy:
         logits = model(input_ids=ids, position_ids=pos, use_cache=False, **pixels).logits[
             0, len(prompt.expanded) - 1 : -1
         ]
-        logits[:, models.forbidden_ids(self.config)] += models.FORBIDDEN_BIAS
+        logits[:, configs.forbidden_ids(self.config)] += models.FORBIDDEN_BIAS
         return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
@@ -113,7 +114,7 @@ def engine(policy, tmp_path_factory):
     before = dict(os.environ)
     os.environ.update(TORCHRUN)
     try:
-        forbidden = models.forbidden_ids(policy.config)
+        forbidden = configs.forbidden_ids(policy.config)
         run_dir = tmp_path_factory.mktemp("run")
         client = EngineClient(
             CONFIG, policy.binding, engine=0, max_prompt_tokens=MAX_PROMPT, forbidden_ids=forbidden, run_dir=run_dir
@@ -231,8 +232,8 @@ def test_forbidden_ids_are_never_sampled(engine, policy):
     policy.views["language_model.lm_head.weight"].zero_()  # flat logits, hotter than any temperature
     responses = generate(engine, *(Request(str(i), prompt.ids, [], 16, seed=i, temperature=2.0) for i in range(8)))
     sampled = np.bincount([token for response in responses for token in response.token_ids], minlength=384)
-    assert sampled[models.forbidden_ids(policy.config)].sum() == 0
-    allowed = np.delete(sampled, models.forbidden_ids(policy.config))
+    assert sampled[configs.forbidden_ids(policy.config)].sum() == 0
+    allowed = np.delete(sampled, configs.forbidden_ids(policy.config))
     assert sampled.sum() > 2500 and allowed.mean() * 4 > 20  # unmasked, 4 ids would have been hit about 27 times
 
 
@@ -477,7 +478,7 @@ def test_tensor_parallel_engine(engine, policy, tmp_path):
     prompt = policy.prompt(QUESTION.format("<|vision_start|><|video_pad|><|vision_end|>"), clip(8))
     single = greedy(engine, prompt)
     plan, binding, arenas = policy.share(2)
-    config, forbidden = replace(CONFIG, tp=2), models.forbidden_ids(policy.config)
+    config, forbidden = replace(CONFIG, tp=2), configs.forbidden_ids(policy.config)
     with EngineClient(
         config, binding, engine=0, max_prompt_tokens=MAX_PROMPT, forbidden_ids=forbidden, run_dir=tmp_path
     ) as client:

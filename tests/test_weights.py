@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-import model as models
+import configs
 import weights
 
 RANKS = Path(__file__).parent / "ranks_weights.py"
@@ -21,7 +21,7 @@ RANKS = Path(__file__).parent / "ranks_weights.py"
 def checkpoint(root: Path, name: str, tied: bool, kv_heads: int = 2, vocab: int = 384) -> Path:
     """A sharded Hugging Face directory with random weights, biases included, written by transformers."""
     target = root / name
-    config = models.load_config(str(models.make_model_dir("tiny", root)))
+    config = configs.load_config(str(configs.make_model_dir("tiny", root)))
     config.tie_word_embeddings = tied
     config.text_config.num_key_value_heads = kv_heads
     config.text_config.vocab_size = vocab
@@ -53,7 +53,7 @@ def test_four_ranks_two_engines_of_two(tmp_path, torchrun):
 
 def test_paper_coverage_of_32b():
     """Rollplex §4.4: 19.7 / 10.7 / 2.4 B parameters of the language model, 1.1 GiB of Case 3 at rollout TP 4."""
-    config = models.load_config("qwen2.5-vl-32b")
+    config = configs.load_config("qwen2.5-vl-32b")
     rows = [row for row in weights.table(config) if not row.hf.startswith("visual.")]
     counts = weights.coverage(rows)
     assert [counts[case] / 1e9 for case in (1, 2, 3)] == pytest.approx([19.7, 10.7, 2.4], abs=0.06)
@@ -70,14 +70,14 @@ def test_paper_coverage_of_32b():
     [("qwen2.5-vl-3b", 3.75), ("qwen2.5-vl-7b", 8.29), ("qwen2.5-vl-32b", 33.45), ("qwen2.5-vl-72b", 73.41)],
 )
 def test_named_configurations_have_the_published_size(name, billions):
-    assert sum(weights.coverage(weights.table(models.load_config(name))).values()) / 1e9 == pytest.approx(
+    assert sum(weights.coverage(weights.table(configs.load_config(name))).values()) / 1e9 == pytest.approx(
         billions, abs=0.01
     )
 
 
 def test_snapshot_is_the_weights_and_little_else():
     """Beyond one rollout shard there is only alignment."""
-    config = models.load_config("qwen2.5-vl-7b")
+    config = configs.load_config("qwen2.5-vl-7b")
     plan = weights.layout(config, 2, 1, "split", torch.bfloat16)
     exact = sum(math.prod(row.shape) * 2 for row in weights.table(config, "split"))
     assert exact <= plan.nbytes < exact * 1.0001
@@ -94,19 +94,19 @@ def test_snapshot_is_the_weights_and_little_else():
 )
 def test_impossible_layouts_name_the_field(train_tp, rollout_tp, qkv, message):
     with pytest.raises(ValueError, match=message):
-        weights.layout(models.load_config("tiny"), train_tp, rollout_tp, qkv, torch.float32)
+        weights.layout(configs.load_config("tiny"), train_tp, rollout_tp, qkv, torch.float32)
 
 
 def test_missing_weights_name_the_fix(tmp_path):
-    directory = models.make_model_dir("tiny", tmp_path)
-    plan = weights.layout(models.load_config("tiny"), 1, 1, "split", torch.float32)
+    directory = configs.make_model_dir("tiny", tmp_path)
+    plan = weights.layout(configs.load_config("tiny"), 1, 1, "split", torch.float32)
     snapshot = weights.Snapshot(plan, 0, torch.zeros(plan.nbytes, dtype=torch.uint8), None)
     with pytest.raises(ValueError, match="no \\*.safetensors there; pass --weights random"):
         weights.load_hf(snapshot, directory)
 
 
 def test_bind_engine_refuses_a_parameter_it_does_not_know():
-    plan = weights.layout(models.load_config("tiny"), 1, 1, "split", torch.float32)
+    plan = weights.layout(configs.load_config("tiny"), 1, 1, "split", torch.float32)
     with pytest.raises(RuntimeError, match="disagree about parameters"):
         weights.bind_engine(torch.nn.Linear(2, 2), torch.zeros(plan.nbytes, dtype=torch.uint8), plan)
 
