@@ -19,20 +19,32 @@ bytes are gone. On a CPU a region is a memfd: MAP_SHARED pages that another proc
 a hole in the file. On a GPU it is a reserved range of addresses: physical memory is created, mapped and
 released with CUDA's virtual-memory calls, and reaches the other process as a file descriptor over a Unix socket.
 
+A Ledger counts every object as it comes and goes: regions when they are mapped, tensors that autograd keeps as long as
+it keeps them. At each barrier its contents are compared with CONTRACT, the paper's Table 3 as data; what should have
+been gone is an error that names it. The same counts make the peak of each phase, the limit and the memory log.
+
 Run:
     python memory.py                     # CPU or GPU: share a region with a second process, release it, time it
-Left out on purpose: saved-tensor offload, the planner and the contract of Table 3.
-To change what stays in device memory, edit the acquire and release calls in sched.py; to change how, edit Arena.
+    python memory.py --model qwen2.5-vl-32b --train-tp 8 --rollout-tp 4      # what will fit, see plan.py
+Left out on purpose: sharing a physical page between objects of different phases, paging by layer.
+To change what stays in device memory, edit CONTRACT and the acquire and release calls in sched.py; to change how, edit
+Arena.
 """
 
+import json
 import mmap
 import os
 import secrets
 import socket
 import threading
 import time
+import weakref
+from bisect import bisect
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
@@ -78,6 +90,16 @@ def empty_cache() -> None:
     """Give what PyTorch's allocator caches back to the device."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def allocator_bytes() -> int:
+    """What PyTorch's allocator of this process has taken from the device, tensors and cache; 0 on a CPU."""
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+
+
+def device_bytes() -> int | None:
+    """Size of the device's memory; None on a CPU, which has no memory of its own."""
+    return torch.cuda.get_device_properties(device()).total_memory if torch.cuda.is_available() else None
 
 
 def backend() -> str:
@@ -145,6 +167,11 @@ class Stream:
         if self._cuda is not None:
             self._cuda.wait_event(mark)
 
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Keep the tensor's memory from being reused before this stream has passed what it was given so far."""
+        if self._cuda is not None:
+            tensor.record_stream(self._cuda)
+
     def follow(self) -> None:
         """Run nothing enqueued from here on before what the current stream has been given."""
         if self._cuda is not None:
@@ -163,11 +190,349 @@ def stream(sms: int = 0) -> Stream:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What stays in device memory."""
+    """What stays in device memory. Each policy can be switched off, which is Figure 8's ablation of it."""
 
-    activations: Literal["keep", "recompute"] = "keep"
-    """Of actor prefixes, between their forward and backward: keep them, or drop them and compute the prefix a second
-    time."""
+    activations: Literal["keep", "offload", "recompute"] = "keep"
+    """Of actor prefixes, between their forward and backward: keep them on the device, move them to the host pool as
+    they are produced, or drop them and compute the prefix a second time."""
+    offload_gib: float = 4.0
+    """Part of the host pool for offloaded activations, GiB a rank; used with activations offload only."""
+    state_offload: bool = True
+    """FP32 master weights and moments live in the host pool; off: on the device, always."""
+    chunked_optimizer: bool = True
+    """The optimizer's state visits the device in chunks of --optimizer.chunk-mib; off: all of it at once."""
+    weight_sharing: bool = True
+    """The engine reads the trainer's snapshot; off: it has a copy of its own, written at each publication."""
+    engine_release: bool = True
+    """The engine's KV cache leaves the device after generation; off: it stays."""
+    reference_paging: bool = True
+    """The reference's weights are on the device only around their two windows; off: always."""
+    hbm_limit_gib: float = 0.0
+    """Behave as a device of this size, GiB: what would exceed it is an error that names the object and the phase. 0:
+    the device's own size, or no limit on a CPU."""
+    sample_ms: float = 25.0
+    """Interval of the memory log, RUN/memory-*.jsonl, in milliseconds; 50 or less shows every phase. 0 writes none."""
+
+    def validate(self) -> None:
+        """Raise ValueError naming the field, its value and the fix."""
+        for name in ("hbm_limit_gib", "sample_ms", "offload_gib"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ValueError(f"--memory.{name.replace('_', '-')} {value}: expected 0 or more")
+        if self.activations == "offload" and not self.offload_gib:
+            raise ValueError("--memory.offload-gib 0: expected room for the activations that are offloaded")
+
+
+# ---- contract --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One object of the paper's Table 3: its lifetime, and at which barriers it may be in device memory."""
+
+    tag: str
+    object: str
+    produced: str
+    consumed: str
+    autograd: str
+    residency: str
+    in_phase1_peak: str
+    barriers: str  # digits of the barriers at which it may be there: barrier k opens phase k
+    required: str  # digits of the barriers at which it must be there
+    releases: str  # who takes it away, for the error
+
+
+# Rollplex, appendix, Table 3; the two last rows are ours. The runtime keeps no prefix log-probabilities: the loss needs
+# only those of response tokens, and the first of them comes from the last prompt token, which is part of the suffix.
+CONTRACT = (
+    Row(
+        "rollout_kv", "rollout KV", "P1 prefill", "P1 decode", "n/a (inference)",
+        "released after generation", "yes", "", "", "Schedule._collect (it stays with --memory.no-engine-release)",
+    ),
+    Row(
+        "actor_boundary", "boundary prefix KV (training actor)", "P1 prefix fwd", "P2 suffix fwd/bwd", "attached",
+        "kept until the suffix has consumed it", "yes", "2", "", "Schedule._actor_gradients",
+    ),
+    Row(
+        "reference_boundary", "boundary prefix KV (reference)", "P1 prefix fwd", "P2 scoring", "detached",
+        "kept until scoring has consumed it", "yes", "2", "", "Schedule._reference_logprobs",
+    ),
+    Row(
+        "reference", "reference-model parameters", "permanent (frozen)", "P1 ref prefix / P2 ref scoring",
+        "n/a (frozen)", "host pool; on the device around the reference's two windows", "yes (during ref prefix)", "",
+        "", "PagedReference (they stay with --memory.no-reference-paging)",
+    ),
+    Row(
+        "logprobs", "log-probabilities of responses", "P1 rollout, P2 scoring", "P2 training", "detached",
+        "kept until the loss has combined them", "yes (small)", "2", "", "Schedule._actor_gradients",
+    ),
+    Row(
+        "prefix_activations", "training-prefix activation/checkpoint state", "P1 prefix fwd",
+        "P2 backward (reload or recompute)", "attached", "host pool, or dropped for recompute", "yes (handles)", "", "",
+        "model.QwenVL.prefix_backward (they stay with --memory.activations keep)",
+    ),
+    Row(
+        "suffix_activations", "suffix activations", "P2 suffix fwd", "P2 backward", "attached",
+        "one micro-batch at a time", "P2-only", "", "", "the backward pass in Schedule._actor_gradients",
+    ),
+    Row(
+        "gradient", "gradient buffer", "P2 backward", "P3 optimizer", "leaf grads", "Phases 2 and 3", "no", "3", "3",
+        "Schedule.update",
+    ),
+    Row(
+        "snapshot", "BF16 actor snapshot", "P3 cast (prev iter)", "P1/P2 fwd+bwd", "n/a (regenerable)",
+        "always; overwritten chunk by chunk", "yes", "123", "123", "nobody",
+    ),
+    Row(
+        "optimizer_state", "FP32 master weights + Adam moments", "permanent", "P3 optimizer", "n/a",
+        "host pool; one window of chunks in Phase 3", "no", "", "", "Schedule.update (it stays with --memory.no-state-offload)",
+    ),
+    Row(
+        "engine_weights", "the engine's own copy of its weights", "publication", "P1 rollout", "n/a", "none: shared",
+        "no", "", "", "nobody: --memory.no-weight-sharing makes the copy",
+    ),
+    Row(
+        "engine_other", "the engine's activations, graphs and workspace", "engine start", "P1 rollout", "n/a",
+        "always", "yes", "123", "", "nobody",
+    ),
+)  # fmt: skip
+
+
+def allowed_barriers(row: Row, policy: MemoryConfig) -> str:
+    """Barriers at which `row` may be in device memory under `policy`: a policy that is off keeps its object there."""
+    kept = {
+        "rollout_kv": not policy.engine_release,
+        "reference": not policy.reference_paging,
+        "optimizer_state": not policy.state_offload,
+        "engine_weights": not policy.weight_sharing,
+    }
+    if row.tag == "prefix_activations" and policy.activations == "keep":
+        return "2"
+    return "123" if kept.get(row.tag) else row.barriers
+
+
+def check_contract(barrier: str, held: dict[str, int], policy: MemoryConfig) -> None:
+    """Compare what the device holds ({tag: bytes}) with CONTRACT at barrier "1", "2" or "3".
+
+    Raises ContractError naming the object, its size, its last use and who should have released it.
+    """
+    for row in CONTRACT:
+        nbytes = held.get(row.tag, 0)
+        if nbytes and barrier not in allowed_barriers(row, policy):
+            raise ContractError(
+                f"barrier {barrier}: {row.tag} ({row.object}, {_size(nbytes)}) is still in device memory; "
+                f"produced: {row.produced}; last use: {row.consumed}; to be released by {row.releases}"
+            )
+        if not nbytes and barrier in row.required:
+            raise ContractError(
+                f"barrier {barrier}: {row.tag} ({row.object}) is not in device memory, but {row.consumed} is to come"
+            )
+
+
+class ContractError(RuntimeError):
+    """An object was in device memory outside its lifetime, or missing inside it."""
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"
+
+
+# ---- ledger ----------------------------------------------------------------------------------------------------------
+
+
+class Ledger:
+    """Bytes of device memory by object, as they change; the highest total of each phase, and a limit.
+
+    Regions are added by the arena. A tensor counts under its tag as long as the object that uses it lives, its whole
+    storage once however many tensors share it. Thread-safe: backward passes and the log use it from their own threads.
+    """
+
+    def __init__(self, limit_bytes: int | None = None):
+        self.limit_bytes, self.phase = limit_bytes, "start-up"
+        self.bytes: dict[str, int] = {}
+        self.peaks: dict[str, dict[str, int]] = {}  # phase -> what was held when its total was highest
+        self._total, self._highest = 0, {"start-up": -1}
+        self._storages: dict[int, list] = {}  # address -> [bytes, tag, users]
+        self._lock = threading.RLock()  # reentrant: a finalizer may run inside add()
+
+    def add(self, tag: str, nbytes: int) -> None:
+        """Count `nbytes` more (or fewer) under `tag`. Raises MemoryError, and counts nothing, above the limit."""
+        with self._lock:
+            if nbytes > 0 and self.limit_bytes is not None and self._total + nbytes > self.limit_bytes:
+                held = ", ".join(f"{t} {_size(n)}" for t, n in sorted(self.bytes.items(), key=lambda e: -e[1])[:4] if n)
+                raise MemoryError(
+                    f"phase {self.phase}: {tag} needs {_size(nbytes)} where {_size(self._total)} of "
+                    f"{_size(self.limit_bytes)} are in use ({held}): see python plan.py --help for what would fit"
+                )
+            self.bytes[tag] = self.bytes.get(tag, 0) + nbytes
+            self._total += nbytes
+            if self._total > self._highest[self.phase]:
+                self._highest[self.phase] = self._total
+                self.peaks[self.phase] = {t: n for t, n in self.bytes.items() if n}
+
+    def set(self, tag: str, nbytes: int) -> None:
+        """Make `tag` stand at `nbytes`: for what another process holds on this device."""
+        with self._lock:
+            self.add(tag, nbytes - self.bytes.get(tag, 0))
+
+    def enter(self, phase: str) -> None:
+        """A phase begins: its peak starts at what is held now."""
+        with self._lock:
+            self.phase = phase
+            self._highest[phase] = -1
+            self.add("snapshot", 0)
+
+    def track(self, tag: str, tensor: torch.Tensor, user: object) -> None:
+        """Count the tensor's storage under `tag` until `user`, which holds it, is gone; a storage counts once."""
+        storage = tensor.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if not address:
+            return
+        with self._lock:
+            if (entry := self._storages.get(address)) is None:
+                self.add(tag, nbytes)
+                self._storages[address] = [nbytes, tag, 1]
+            else:
+                entry[2] += 1
+                if entry[1] != tag and tag.endswith("boundary"):  # kept for the suffixes, whatever else keeps it
+                    self.add(entry[1], -entry[0])
+                    self.add(tag, entry[0])
+                    entry[1] = tag
+        weakref.finalize(user, self._untrack, address).atexit = False
+
+    def _untrack(self, address: int) -> None:
+        with self._lock:
+            entry = self._storages[address]
+            entry[2] -= 1
+            if not entry[2]:
+                del self._storages[address]
+                self.add(entry[1], -entry[0])
+
+    def sample(self) -> tuple[str, dict[str, int]]:
+        """Phase and what this process holds, for its memory log: the engine writes one of its own."""
+        held = {tag: n for tag, n in self.held().items() if tag not in ("rollout_kv", "engine_other")}
+        counted = sum(held.get(tag, 0) for tag in _ALLOCATED)
+        return self.phase, held | {"other": max(0, allocator_bytes() - counted)}
+
+    def held(self) -> dict[str, int]:
+        """What is in device memory now, {tag: bytes}, without empty entries."""
+        with self._lock:
+            return {tag: nbytes for tag, nbytes in self.bytes.items() if nbytes}
+
+
+# Objects that PyTorch's allocator holds; the others are regions, or the engine's.
+_ALLOCATED = ("actor_boundary", "reference_boundary", "logprobs", "prefix_activations", "suffix_activations")
+
+
+class SavedTensors:
+    """Sees every tensor that autograd saves: counts it in the ledger, and moves it to the host pool if there is one.
+
+    Parameters (they lie in `arena`) are left alone, and so is what is smaller than a page. Boundary keys and values are
+    offloaded like the rest, but stay on the device as well: their leaves serve the suffixes.
+    """
+
+    def __init__(self, ledger: Ledger, arena: "Arena", pool: "HostPool | None" = None):
+        self._ledger, self._arena, self._pool = ledger, arena, pool
+        self._stream = stream() if pool is not None else None  # copies go out beside the prefix that produces them
+
+    @contextmanager
+    def counted(self, tag: str) -> Iterator[None]:
+        """Count what the forward pass inside saves under `tag`, on the device."""
+
+        def pack(tensor: torch.Tensor):
+            kept = _Kept(tensor)
+            if not self._arena.contains(tensor):
+                self._ledger.track(tag, tensor, kept)
+            return kept
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            yield
+
+    @contextmanager
+    def offloaded(self) -> Iterator[None]:
+        """Move what the forward pass inside saves to the pool; backward brings each tensor back when it needs it."""
+
+        def pack(tensor: torch.Tensor):
+            small = tensor.nbytes < mmap.PAGESIZE
+            return _Kept(tensor) if small or self._arena.contains(tensor) else self._offload(tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            yield
+
+    def _offload(self, tensor: torch.Tensor) -> "_Offloaded":
+        block, host = self._pool.borrow("an offloaded activation", tensor.shape, tensor.dtype)
+        self._stream.follow()
+        with self._stream:
+            host.copy_(tensor, non_blocking=True)
+        self._stream.uses(tensor)
+        return _Offloaded(self, block, host)
+
+
+class _Kept:
+    """A saved tensor that stays where it is; autograd drops this object when it drops the tensor.
+
+    Detached: an output saved by its own node would otherwise hold the node that holds it, for ever.
+    """
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor.detach()
+
+
+class _Offloaded:
+    """A saved tensor in the host pool; its block goes back when autograd drops this object."""
+
+    def __init__(self, owner: SavedTensors, block: tuple[int, int], host: torch.Tensor):
+        self._owner, self._host = owner, host
+        weakref.finalize(self, owner._pool.give_back, block).atexit = False
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        self._owner._stream.lead()  # what is computed from here on waits for the copy out
+        return torch.empty_like(self._host, device=device(), pin_memory=False).copy_(self._host, non_blocking=True)
+
+
+def _unpack(packed: _Kept | _Offloaded) -> torch.Tensor:
+    return packed.tensor
+
+
+class MemoryLog:
+    """Samples what a process holds on its device into a JSON-lines file, from a thread of its own.
+
+    The first line is `header`. A sample that equals the one before is left out, so that the file is a step function.
+    """
+
+    def __init__(self, path: Path, header: dict, read: Callable[[], tuple[str, dict[str, int]]], sample_ms: float):
+        self._read, self._interval_s, self._last, self._file = read, sample_ms / 1e3, None, path.open("w", 1)
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._file.write(json.dumps(header | {"sample_ms": sample_ms}) + "\n")
+        threading.Thread(target=self._run, name="memory log", daemon=True).start()
+
+    def sample(self, mark: str = "") -> None:
+        """Write what is held now, if it changed or is marked."""
+        with self._lock:
+            phase, held = self._read()
+            if not mark and self._last == (phase, held):
+                return
+            self._last = phase, held
+            line = {"t_ns": time.monotonic_ns(), "phase": phase, "bytes": held, "host_bytes": host_bytes()}
+            self._file.write(json.dumps(line | {"mark": mark}) + "\n")
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            self.sample()
+
+    def close(self) -> None:
+        """Stop the thread and write what is left."""
+        self._stop.set()
+        self.sample("end")
+
+
+def host_bytes() -> int:
+    """Resident host memory of this process without what it shares: its regions and files are not its own."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * mmap.PAGESIZE
 
 
 # ---- arena -----------------------------------------------------------------------------------------------------------
@@ -178,9 +543,10 @@ class Arena:
 
     `sizes` maps a region's name to its bytes. Every region starts released. Keep the arena until every process that
     attached has stopped: closing it here does not take the pages from them, but nothing else will ever write them
-    again."""
+    again. Every mapped region counts in `ledger`, under its own name or the tag that `tags` gives it."""
 
-    def __init__(self, sizes: dict[str, int]):
+    def __init__(self, sizes: dict[str, int], ledger: Ledger | None = None, tags: dict[str, str] | None = None):
+        self._ledger, self._tags = ledger or Ledger(), tags or {}
         kind = _DeviceRegion if torch.cuda.is_available() else _HostRegion
         for name, nbytes in sizes.items():
             if nbytes <= 0:
@@ -196,9 +562,15 @@ class Arena:
         """Make the region usable and return its bytes, uint8 [nbytes]. A CPU's fresh pages read as zero, a GPU's as
         anything."""
         if name not in self._resident:
+            self._ledger.add(self._tags.get(name, name), self.nbytes(name))
             self._regions[name].map()
             self._resident.add(name)
         return self._regions[name].bytes
+
+    def contains(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in one of the regions."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(r.bytes.data_ptr() <= address < r.bytes.data_ptr() + r.bytes.numel() for r in self._regions.values())
 
     def release(self, name: str) -> None:
         """Give the region's pages back. Its tensors stay valid objects at the same address; their contents are gone.
@@ -208,6 +580,7 @@ class Arena:
         if name in self._resident:
             self._regions[name].unmap()
             self._resident.discard(name)
+            self._ledger.add(self._tags.get(name, name), -self.nbytes(name))
 
     def nbytes(self, name: str) -> int:
         """Size of a region, resident or not."""
@@ -385,11 +758,20 @@ def _tensor_at(address: int, nbytes: int) -> torch.Tensor:
 
 
 class HostPool:
-    """One preallocated block of host memory (pinned on a GPU machine) that hands out tensors and never grows."""
+    """One preallocated block of host memory (pinned on a GPU machine) that hands out tensors and never grows.
 
-    def __init__(self, nbytes: int):
-        self._block = _pinned(nbytes) if torch.cuda.is_available() else torch.empty(nbytes, dtype=torch.uint8)
-        self._used_bytes = 0
+    alloc() is for what stays as long as the pool; borrow() is for what comes and goes, out of the last `lend_bytes`.
+    `block` (uint8) is used in place of host memory: on the device, what the pool would have kept off it.
+    """
+
+    def __init__(self, nbytes: int, lend_bytes: int = 0, block: torch.Tensor | None = None):
+        if block is None:
+            size = align(nbytes) + lend_bytes
+            block = _pinned(size) if torch.cuda.is_available() else torch.empty(size, dtype=torch.uint8)
+        self._block, self._used_bytes, self._end = block, 0, block.numel() - lend_bytes
+        self._free = [(self._end, lend_bytes)] if lend_bytes else []  # (start, bytes), by start, never adjacent
+        self._lent, self.lent_peak_bytes = 0, 0
+        self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -399,12 +781,41 @@ class HostPool:
         """An uninitialised tensor inside the pool. Raises MemoryError naming `name` if the pool is too small."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         start = align(self._used_bytes)
-        if start + nbytes > self.nbytes:
-            raise MemoryError(
-                f"host pool: {name} needs {nbytes} bytes, {self.nbytes - start} of {self.nbytes} are left"
-            )
+        if start + nbytes > self._end:
+            raise MemoryError(f"host pool: {name} needs {nbytes} bytes, {self._end - start} of {self._end} are left")
         self._used_bytes = start + nbytes
         return self._block[start : start + nbytes].view(dtype).view(shape)
+
+    def borrow(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor]:
+        """A block and an uninitialised tensor in it, until give_back(block). Raises MemoryError when all is lent."""
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        size = align(nbytes)
+        with self._lock:
+            i = next((i for i, (_, free) in enumerate(self._free) if free >= size), None)
+            if i is None:
+                raise MemoryError(
+                    f"host pool: {name} needs {_size(size)}, {_size(self._lent)} of {_size(self.nbytes - self._end)} "
+                    "are lent: raise --memory.offload-gib, or use --memory.activations recompute"
+                )
+            start, free = self._free.pop(i)
+            if free > size:
+                self._free.insert(i, (start + size, free - size))
+            self._lent += size
+            self.lent_peak_bytes = max(self.lent_peak_bytes, self._lent)
+        return (start, size), self._block[start : start + nbytes].view(dtype).view(shape)
+
+    def give_back(self, block: tuple[int, int]) -> None:
+        """Return a borrowed block; its tensor must not be used any more."""
+        with self._lock:
+            self._lent -= block[1]
+            i = bisect(self._free, block)
+            if i < len(self._free) and block[0] + block[1] == self._free[i][0]:
+                block = block[0], block[1] + self._free.pop(i)[1]
+            if i and sum(self._free[i - 1]) == block[0]:
+                i, block = i - 1, (self._free[i - 1][0], self._free[i - 1][1] + block[1])
+                self._free[i] = block
+            else:
+                self._free.insert(i, block)
 
 
 def _pinned(nbytes: int) -> torch.Tensor:

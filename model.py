@@ -213,6 +213,10 @@ class Prefix:
     attached: dict[int, tuple[torch.Tensor, torch.Tensor]] | None  # layer -> [P−1, B, K, D]; None: frozen, not kept
     last_positions: list[int]  # of each prompt's last token, which every suffix computes again
 
+    def leaves(self) -> list[torch.Tensor]:
+        """Every leaf: what the boundary holds on the device."""
+        return [tensor for pairs in self.kv.values() for pair in pairs for tensor in pair]
+
 
 class QwenVL(torch.nn.Module):
     """Qwen2.5-VL: a replicated vision tower and a tensor-parallel language model, on the current Megatron parallel

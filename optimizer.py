@@ -141,9 +141,11 @@ def lr_at(step: int, config: OptimizerConfig) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
 
 
-def workspace_bytes(config: OptimizerConfig) -> int:
-    """Device memory that the update uses, whatever the size of the model."""
-    return _SLOTS * _ROWS * 4 * _capacity(config)
+def workspace_bytes(config: OptimizerConfig, unchunked: int = 0) -> int:
+    """Device memory that the update uses, whatever the size of the model; all of it if `unchunked` parameters come at
+    once."""
+    slots, capacity = _slots(config, unchunked)
+    return slots * _ROWS * 4 * capacity
 
 
 class StreamedAdamW:
@@ -153,6 +155,7 @@ class StreamedAdamW:
     grad_flat: [total] FP32, in the same order; read, never written
     pool:      a memory.HostPool with 12 bytes a parameter to spare
     workspace: uint8 or FP32, at least workspace_bytes(config), mapped whenever a method runs; None allocates it
+    unchunked: load, update and return everything as one chunk, which needs workspace_bytes(config, parameters)
 
     Every destination equals its master weight cast to the destination's dtype, after init_master, step and
     load_state_dict alike. The caller sums replicated gradients over their group beforehand, so replicas stay equal.
@@ -165,6 +168,7 @@ class StreamedAdamW:
         pool: memory.HostPool,
         config: OptimizerConfig,
         workspace: Tensor | None = None,
+        unchunked: bool = False,
     ):
         config.validate()
         self.config = config
@@ -172,8 +176,10 @@ class StreamedAdamW:
         self.total = _check_segments(segments)
         _check_flat("grad_flat", grad_flat, self.total, (torch.float32,))
         self.grad = grad_flat
-        self.workspace = _fp32_workspace(workspace, config)
-        self.slots = self.workspace.view(_SLOTS, _ROWS, _capacity(config))
+        whole = self.total if unchunked else 0
+        slots, capacity = _slots(config, whole)
+        self.workspace = _fp32_workspace(workspace, workspace_bytes(config, whole))
+        self.slots = self.workspace.view(slots, _ROWS, capacity)
         shape = (self.total,)  # 12 bytes a parameter in all: over 1 GiB from 90 million parameters up
         self.master, self.exp_avg, self.exp_avg_sq = (
             pool.alloc(f"optimizer.{n}", shape, torch.float32) for n in _STATE
@@ -183,7 +189,7 @@ class StreamedAdamW:
         self.adam_steps = 0  # updates made: t of the bias correction, so a skipped step does not count
         self.skipped_in_row = 0
         self.skipped_total = 0
-        self.chunks = _balanced_chunks(self.total, _capacity(config))
+        self.chunks = _balanced_chunks(self.total, capacity)
         self._segment_runs = [(s.offset, s.end, s) for s in segments]
         self._decay_runs = _runs(segments, lambda s: s.decay)
         self._counted_runs = _runs(segments, lambda s: s.counted)
@@ -248,12 +254,12 @@ class StreamedAdamW:
         `loads` fill a slot's rows in order, work(rows [4, b - a], a, b) runs on them, and they go back to `offloads`.
         The host only enqueues: marks on the streams keep the stages of one chunk, and the uses of one slot, in order.
         """
-        offloaded = [None] * _SLOTS
+        offloaded, count = [None] * len(self.slots), len(self.slots)
         for j, (a, b) in enumerate(self.chunks):
-            rows = self.slots[j % _SLOTS, :, : b - a]
+            rows = self.slots[j % count, :, : b - a]
             with self._load:
-                if j >= _SLOTS:
-                    self._load.wait(offloaded[j % _SLOTS])  # the slot still holds chunk j - 3 until then
+                if j >= count:
+                    self._load.wait(offloaded[j % count])  # the slot still holds an earlier chunk until then
                 for row, source in zip(rows, loads, strict=False):
                     row.copy_(source[a:b], non_blocking=True)
                 loaded = self._load.record()
@@ -265,7 +271,7 @@ class StreamedAdamW:
                 self._offload.wait(updated)
                 for row, target in zip(rows, offloads, strict=False):
                     target[a:b].copy_(row, non_blocking=True)
-                offloaded[j % _SLOTS] = self._offload.record()
+                offloaded[j % count] = self._offload.record()
         memory.synchronize()  # sync point: the host reads the state, and others the snapshot, from here on
 
     def _adamw(self, rows: Tensor, a: int, b: int, lr: float, scale: float) -> None:
@@ -356,6 +362,11 @@ def _capacity(config: OptimizerConfig) -> int:
     return int(config.chunk_mib * 2**20) // (_ROWS * 4) // _ALIGN * _ALIGN
 
 
+def _slots(config: OptimizerConfig, unchunked: int) -> tuple[int, int]:
+    """Slots of the workspace and parameters that fit in one."""
+    return (1, -(-unchunked // _ALIGN) * _ALIGN) if unchunked else (_SLOTS, _capacity(config))
+
+
 def _check_segments(segments: list[Segment]) -> int:
     """Elements of the flat space. Raises ValueError where segments leave gaps or two destinations overlap."""
     _check(len(segments) > 0, "the optimizer got no segments: no parameter is trained")
@@ -377,9 +388,8 @@ def _check_flat(what: str, tensor: Tensor, numel: int, dtypes: tuple[torch.dtype
     _check(good, f"{what} must be {wanted}, got {list(tensor.shape)} strides {tensor.stride()} {tensor.dtype}")
 
 
-def _fp32_workspace(workspace: Tensor | None, config: OptimizerConfig) -> Tensor:
-    """`workspace` cut to what the slots need, viewed as FP32; allocated if None."""
-    need = workspace_bytes(config)
+def _fp32_workspace(workspace: Tensor | None, need: int) -> Tensor:
+    """`workspace` cut to the `need` bytes of the slots, viewed as FP32; allocated if None."""
     if workspace is None:
         workspace = torch.empty(need, dtype=torch.uint8, device=memory.device())
     good = workspace.dim() == 1 and workspace.is_contiguous() and workspace.nbytes >= need

@@ -152,6 +152,7 @@ class Request:
     n: int
     seed: int  # with a response's index, determines its random stream
     temperature: float | None = None  # in place of RolloutConfig's, 0 (greedy) for an evaluation say
+    lengths: tuple[int, ...] | None = None  # [n] tokens of each response, the end token being one like any other
 
 
 @dataclass
@@ -264,6 +265,12 @@ class EngineClient:
         ids = [request.id for request in requests]
         if empty := [request.id for request in requests if request.n < 1]:
             raise ValueError(f"generate(): requests {empty} ask for no response; n must be at least 1")
+        most = self.config.max_new_tokens
+        for request in requests:
+            given = request.lengths
+            if given is not None and not (len(given) == request.n and all(1 <= length <= most for length in given)):
+                expected = f"{request.n} from 1 to rollout.max_new_tokens {most}"
+                raise ValueError(f"generate(): request {request.id} has lengths {given}; expected {expected}")
         if twice := sorted({i for i in ids if ids.count(i) > 1 or i in self._order}):
             raise ValueError(f"generate(): ids must differ from each other and from those not yet waited for: {twice}")
         self._order |= {name: len(self._order) + i for i, name in enumerate(ids)}
@@ -309,12 +316,19 @@ class EngineClient:
         self._ask("publish", version)
 
     def release_kv(self) -> list[dict[str, int]]:
-        """Give the KV cache's memory back, addresses kept; per worker {kv_bytes, resident_before, resident_after}."""
+        """Give the KV cache's memory back, addresses kept.
+
+        Per worker: {kv_bytes, resident_before, resident_after, other_bytes, host_bytes}, the last two of its process.
+        """
         return self._ask("release_kv")
 
     def restore_kv(self) -> list[dict[str, int]]:
         """Make the KV cache usable again, empty; same report as release_kv(). Without effect if it was not released."""
         return self._ask("restore_kv")
+
+    def log_memory(self, paths: Sequence[Path], headers: Sequence[dict], sample_ms: float) -> None:
+        """Have each worker write a memory log (memory.MemoryLog): one path and header a worker."""
+        self._ask("log_memory", [str(Path(path).resolve()) for path in paths], list(headers), sample_ms)
 
     def report(self) -> list[dict[str, Any]]:
         """Per worker: where each parameter lies, the snapshot's range, what is outside it, and bytes resident."""
@@ -669,6 +683,9 @@ class Engine:
         self.kv_released = False
         return self.llm.collective_rpc("rollplex_restore_kv")
 
+    def _on_log_memory(self, paths: list[str], headers: list[dict], sample_ms: float) -> None:
+        self.llm.collective_rpc("rollplex_log_memory", args=(paths, headers, sample_ms))
+
     def _on_report(self) -> list[dict[str, Any]]:
         return self.llm.collective_rpc("rollplex_report")
 
@@ -694,6 +711,8 @@ class Engine:
             child.request_id = child.external_req_id = f"{call}/{request.id}/{index}"
             child.sampling_params = ready.sampling_params.clone()
             child.sampling_params.seed = _seed(request.seed, index)
+            if request.lengths is not None:
+                child.sampling_params.max_tokens = request.lengths[index]
             self.children[child.request_id] = _Child(call, request.id, index)
             self.llm.engine_core.add_request(child)
         self._record("preprocess", start_ns, 0)
@@ -811,6 +830,8 @@ def _sampling_params(setup: _Setup, request: Request):
         top_p=config.top_p,
         top_k=config.top_k,
         seed=_seed(request.seed, 0),
+        # With given lengths. vLLM's min_tokens would take the end token out of the distribution that is sampled from.
+        ignore_eos=request.lengths is not None,
         logprobs=0,  # of the sampled token alone
         logit_bias=dict.fromkeys(setup.forbidden_ids, FORBIDDEN_BIAS) or None,
         detokenize=False,
@@ -931,6 +952,15 @@ class EngineExtension:
             "rss_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE,
         }
 
+    def rollplex_log_memory(self, paths: list[str], headers: list[dict], sample_ms: float) -> None:
+        """Sample what this worker holds on its device until the process ends."""
+
+        def read() -> tuple[str, dict[str, int]]:
+            held = {"rollout_kv": self.model_runner.rollplex_kv.resident_bytes("kv")}
+            return "engine", held | {"engine_other": memory.allocator_bytes()}
+
+        self.rollplex_memory_log = memory.MemoryLog(Path(paths[self.rank]), headers[self.rank], read, sample_ms)
+
     def rollplex_release_kv(self) -> dict[str, int]:
         """Give the pages of the KV cache back; its addresses stay, also those inside captured graphs."""
         return self._rollplex_kv(lambda arena: arena.release("kv"))
@@ -943,7 +973,9 @@ class EngineExtension:
         arena = self.model_runner.rollplex_kv
         before = arena.resident_bytes("kv")
         change(arena)
-        return {"kv_bytes": arena.nbytes("kv"), "resident_before": before, "resident_after": arena.resident_bytes("kv")}
+        after, others = arena.resident_bytes("kv"), dict(other_bytes=memory.allocator_bytes())
+        others["host_bytes"] = memory.host_bytes()
+        return {"kv_bytes": arena.nbytes("kv"), "resident_before": before, "resident_after": after} | others
 
     def rollplex_positions(self, prompt_ids: list[int], mm_features: list) -> list[list[int]]:
         """M-RoPE positions [3, P] as the model runner computes them."""

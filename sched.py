@@ -120,6 +120,10 @@ class Group:
         for name in ("tokens", "mask", "rollout_logprobs"):
             setattr(self, name, getattr(self, name).to(memory.device()))
 
+    def drop(self) -> None:
+        """Let go of the tensors once the loss has combined them."""
+        self.tokens = self.mask = self.rollout_logprobs = self.ref_logprobs = None
+
 
 @dataclass
 class MicroBatch:
@@ -139,17 +143,23 @@ class MicroBatch:
 
 
 class PagedReference:
-    """The frozen reference: its weights wait in the host pool and occupy the device only inside `with reference:`."""
+    """The frozen reference: its weights wait in the host pool and occupy the device only inside `with reference:`.
 
-    def __init__(self, model, arena: memory.Arena, weights: torch.Tensor):
-        self.model, self._arena, self._weights = model, arena, weights
+    Without `paging` they arrive at the first use and stay.
+    """
+
+    def __init__(self, model, arena: memory.Arena, weights: torch.Tensor, paging: bool = True):
+        self.model, self._arena, self._weights, self._paging, self._there = model, arena, weights, paging, False
 
     def __enter__(self):
-        self._arena.acquire("reference").copy_(self._weights)
+        if not self._there:
+            self._arena.acquire("reference").copy_(self._weights)
+            self._there = not self._paging
         return self.model
 
     def __exit__(self, *exc) -> None:
-        self._arena.release("reference")
+        if self._paging:
+            self._arena.release("reference")
 
 
 @dataclass
@@ -168,8 +178,14 @@ class Schedule:
     control: dist.ProcessGroup  # gloo, the ranks of this data-parallel replica
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
+    ledger: memory.Ledger
+    saved: memory.SavedTensors
+    policy: memory.MemoryConfig
     micro_batch: int = 1  # groups computed at once
-    keep_activations: bool = True  # of actor prefixes, until their backward; otherwise they are computed a second time
+    log: memory.MemoryLog | None = None
+    kv_bytes: int = 0  # of the engine's KV cache on this rank's device, known once the engine is ready
+    workers: list[int] = field(default_factory=list)  # ranks of the replica on whose devices this rank's engine works
+    engine_host_bytes: int = 0  # of the engine's process on this rank's device, at the last release
     prefix_stream: memory.Stream = field(default_factory=memory.stream)  # what Phase 1 computes on, beside decode
     version: int = 0  # of the weights: the k of θk
     rollout: object | None = None  # rollout.Stats of the last generation on this rank's engine
@@ -192,8 +208,8 @@ class Schedule:
         """
         batches = [MicroBatch(groups[i : i + self.micro_batch]) for i in range(0, len(groups), self.micro_batch)]
         self._barrier("1: everyone reads θk")
+        self.restore_kv()
         if self.engine is not None:
-            self.engine.restore_kv()
             self.engine.generate(requests)
         if self.overlap == "prefix":
             self.prefix_stream.follow()
@@ -228,6 +244,27 @@ class Schedule:
                 self.engine.publish(self.version)
         return info
 
+    def restore_kv(self) -> None:
+        """Put memory behind the KV cache of this rank's engine."""
+        if self.policy.engine_release:
+            self.ledger.set("rollout_kv", self.kv_bytes)
+            if self.engine is not None:
+                self.engine.restore_kv()
+
+    def release_kv(self) -> None:
+        """Take the KV caches off the devices, and count what is left on this one. Collective over the replica."""
+        if not self.policy.engine_release:
+            return
+        mine: dict[int, dict] = {}
+        if self.engine is not None:
+            mine = dict(zip(self.workers, self.engine.release_kv(), strict=True))
+        pieces: list = [None] * dist.get_world_size(self.control)
+        dist.all_gather_object(pieces, mine, group=self.control)
+        own = {rank: report for piece in pieces for rank, report in piece.items()}[dist.get_rank(self.control)]
+        self.ledger.set("rollout_kv", own["resident_after"])
+        self.ledger.set("engine_other", own["other_bytes"])
+        self.engine_host_bytes = own["host_bytes"]
+
     def begin_gradients(self) -> None:
         """Map the gradient buffer and zero it; the parameters' hooks add to it (train.py)."""
         self.arena.acquire("gradient").zero_()
@@ -239,12 +276,27 @@ class Schedule:
             return
         with self.timeline.span("reference prefix"), self.reference as model, torch.no_grad():
             for batch in batches:
-                batch.reference = model.prefix(batch.samples)
+                self._reference_prefix(model, batch)
 
     def _actor_prefixes(self, batches: list[MicroBatch]) -> None:
         with self.timeline.span("actor prefix"):
             for batch in batches:
-                batch.actor = self.actor.prefix(batch.samples, self.keep_activations)
+                self._actor_prefix(batch)
+
+    def _reference_prefix(self, model, batch: MicroBatch) -> None:
+        batch.reference = model.prefix(batch.samples)
+        self._count("reference_boundary", batch.reference.leaves())
+
+    def _actor_prefix(self, batch: MicroBatch) -> None:
+        """What autograd saves stays on the device, leaves it as it is produced, or is not saved at all."""
+        offload = self.policy.activations == "offload"
+        with self.saved.offloaded() if offload else self.saved.counted("prefix_activations"):
+            batch.actor = self.actor.prefix(batch.samples, self.policy.activations != "recompute")
+        self._count("actor_boundary", batch.actor.leaves())
+
+    def _count(self, tag: str, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self.ledger.track(tag, tensor, tensor)
 
     def _collect(self, groups: list[Group], score: Callable[[list[Group]], None]) -> None:
         """Wait for this rank's engine, score its responses, share both with the replica's other ranks."""
@@ -252,6 +304,8 @@ class Schedule:
         with self.timeline.span("rollout wait"):
             for response in self.engine.wait() if self.engine is not None else []:
                 groups[int(response.request_id)].responses.append(response)
+        with self.timeline.span("release KV"):
+            self.release_kv()
         self._record_engine()
         with self.timeline.span("reward"):
             answered = [(i, group) for i, group in enumerate(groups) if group.responses]
@@ -265,8 +319,7 @@ class Schedule:
                 raise RuntimeError(f"prompt {i}: the engine expanded its media to other token ids than the trainer")
             groups[i].responses, groups[i].rewards = sorted(responses, key=lambda r: r.index), rewards
             groups[i].pack()
-        if self.engine is not None:
-            self.engine.release_kv()
+            self._count("logprobs", [groups[i].tokens, groups[i].mask, groups[i].rollout_logprobs])
 
     def _record_engine(self) -> None:
         if self.engine is None:
@@ -286,10 +339,11 @@ class Schedule:
             for batch in batches:
                 if batch.reference is None:
                     with self.timeline.span("reference prefix"):
-                        batch.reference = model.prefix(batch.samples)
+                        self._reference_prefix(model, batch)
                 logprobs = model.suffix(batch.reference, batch.tokens, self.temperature)
                 for group, values in zip(batch.groups, logprobs, strict=True):
                     group.ref_logprobs = values
+                    self._count("logprobs", [values])
                 batch.reference = None  # last use of the boundary
 
     def _actor_gradients(self, batches: list[MicroBatch], loss: Callable[[torch.Tensor, Group], torch.Tensor]) -> None:
@@ -298,23 +352,31 @@ class Schedule:
             for batch in batches:
                 if batch.actor is None:
                     with self.timeline.span("actor prefix"):
-                        batch.actor = self.actor.prefix(batch.samples, self.keep_activations)
-                with self.timeline.span("actor suffix"):
+                        self._actor_prefix(batch)
+                with self.timeline.span("actor suffix"), self.saved.counted("suffix_activations"):
                     logprobs = self.actor.suffix(batch.actor, batch.tokens, self.temperature)
                     total = sum(loss(new, group) for new, group in zip(logprobs, batch.groups, strict=True))
-                with self.timeline.span("backward"):
+                with self.timeline.span("backward"), self.saved.counted("prefix_activations"):  # of a recomputed prefix
                     total.backward()
+                    del logprobs, total
                     self.actor.prefix_backward(batch.actor)
                 batch.actor = None
+                for group in batch.groups:
+                    group.drop()
 
     # -- barriers
 
     def _barrier(self, name: str) -> None:
-        """All ranks of the replica arrive before any goes on; memory must be as the next phase expects it."""
+        """All ranks of the replica arrive before any goes on; memory must hold what the contract lets into the next
+        phase."""
         with self.timeline.span("barrier", before=name):
             memory.synchronize()
             dist.barrier(group=self.control)
             self.arena.check()
+            memory.check_contract(name[0], self.ledger.held(), self.policy)
+            if self.log is not None:
+                self.log.sample(f"barrier {name}")
+            self.ledger.enter(name[0])
 
     def _over_replicas(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=memory.device())

@@ -176,7 +176,7 @@ class Config:
 
     def validate(self, world: int) -> None:
         """Cross-field checks that need no model. Raises ValueError with the field and the fix."""
-        for part in (self.algo, self.data, self.reward, self.optimizer):
+        for part in (self.algo, self.data, self.reward, self.memory, self.optimizer):
             part.validate()
         _require(self.steps >= 0, "steps", self.steps, "0 or more")
         _require(
@@ -366,32 +366,51 @@ class Trainer:
         self.timeline = sched.Timeline(ranks.rank)
         self.shards = weights.shards(self.plan, ranks.tp_rank)
         self.numel = sum(torch.Size(shard.storage).numel() for shard in self.shards)
+        limit = config.memory.hbm_limit_gib
+        self.ledger = memory.Ledger(int(limit * 2**30) if limit else None)
         self._allocate()
+        header = dict(capacity_bytes=self.ledger.limit_bytes or memory.device_bytes())
+        self.log_header, self.log = header | {"gpu": ranks.rank}, None
+        if config.memory.sample_ms:
+            path, header = run_dir / f"memory-rank{ranks.rank}.jsonl", {"process": "trainer"} | self.log_header
+            self.log = memory.MemoryLog(path, header, self.ledger.sample, config.memory.sample_ms)
         self.engine = self._start_engine(hf_config)  # boots while the rest is built: it needs only the pages
         self._load_weights(hf_config)
         self._build(hf_config)
 
     def _allocate(self) -> None:
-        config, dtype = self.config, self.config.torch_dtype
+        config, policy, dtype = self.config, self.config.memory, self.config.torch_dtype
+        unchunked = 0 if policy.chunked_optimizer else self.numel
+        state = 12 * self.numel + 4 * memory.ALIGN_BYTES
         sizes = {
             "snapshot": self.plan.nbytes,
             "gradient": 4 * self.numel,
-            "workspace": optim.workspace_bytes(config.optimizer),
+            "workspace": optim.workspace_bytes(config.optimizer, unchunked),
         }
         if config.qkv == "fused":
             sizes["fused_qkv"] = weights.fused_nbytes(self.plan)
         if config.algo.kl_coef:
             sizes["reference"] = dtype.itemsize * self.numel
-        self.arena = memory.Arena(sizes)
-        self.pool = memory.HostPool(12 * self.numel + sizes.get("reference", 0) + 8 * memory.ALIGN_BYTES)
+        if not policy.state_offload:
+            sizes["state"] = state
+        if not policy.weight_sharing:
+            sizes["engine_weights"] = self.plan.nbytes
+        tags = {"fused_qkv": "snapshot", "workspace": "optimizer_state", "state": "optimizer_state"}
+        self.arena = memory.Arena(sizes, self.ledger, tags)
+        lend = int(policy.offload_gib * 2**30) if policy.activations == "offload" else 0
+        on_host = memory.align(sizes.get("reference", 0)) + (state if policy.state_offload else 0)
+        self.pool = memory.HostPool(on_host, lend)
         fused = self.arena.acquire("fused_qkv") if config.qkv == "fused" else None
-        snapshot = self.arena.acquire("snapshot")
-        self.snapshot = weights.Snapshot(self.plan, self.ranks.tp_rank, snapshot, fused, self.ranks.exchange)
+        copy = None if policy.weight_sharing else self.arena.acquire("engine_weights")
+        snapshot, exchange = self.arena.acquire("snapshot"), self.ranks.exchange
+        self.snapshot = weights.Snapshot(self.plan, self.ranks.tp_rank, snapshot, fused, exchange, copy)
+        self.saved = memory.SavedTensors(self.ledger, self.arena, self.pool if lend else None)
 
     def _start_engine(self, hf_config) -> "rollout.EngineClient | None":
         """Trainer ranks 0 … q-1 of a replica start engine e on the GPUs e, e+q, e+2q, …; the others return None."""
         handles: list = [None] * self.ranks.tp
-        dist.all_gather_object(handles, self.arena.handle("snapshot"), group=self.ranks.control)
+        region = "snapshot" if self.config.memory.weight_sharing else "engine_weights"
+        dist.all_gather_object(handles, self.arena.handle(region), group=self.ranks.control)
         e, q = self.ranks.tp_rank, self.plan.q
         if e >= q:
             return None
@@ -413,6 +432,7 @@ class Trainer:
             weights.init_random(self.snapshot, self.config.seed, hf_config)
         else:
             weights.load_hf(self.snapshot, self.model_dir)
+        self.snapshot.copy_out()
 
     def _build(self, hf_config) -> None:
         config = self.config
@@ -431,7 +451,11 @@ class Trainer:
         for name, parameter in self.actor.named_parameters():
             parameter.register_post_accumulate_grad_hook(_accumulate_into(views[name]))
         workspace = self.arena.acquire("workspace")
-        self.optimizer = optim.StreamedAdamW(segments, gradient, self.pool, config.optimizer, workspace)
+        policy = config.memory
+        pool = self.pool if policy.state_offload else memory.HostPool(0, block=self.arena.acquire("state"))
+        self.optimizer = optim.StreamedAdamW(
+            segments, gradient, pool, config.optimizer, workspace, unchunked=not policy.chunked_optimizer
+        )
         self.optimizer.init_master()
         self.arena.release("workspace")
         self.arena.release("gradient")
@@ -455,8 +479,11 @@ class Trainer:
             self.ranks.control,
             self.ranks.tp_group,
             self.ranks.dp_group,
+            self.ledger,
+            self.saved,
+            policy,
             micro_batch=config.micro_batch,
-            keep_activations=config.memory.activations == "keep",
+            log=self.log,
             prefix_stream=memory.stream(config.prefix_sms),
         )
 
@@ -480,8 +507,40 @@ class Trainer:
         self.arena.release("reference")
         reference = models.QwenVL(self.actor.config, dtype, self.config.qkv)
         reference.bind(views, requires_grad=False)
-        self.schedule.reference = sched.PagedReference(reference, self.arena, host)
+        self.schedule.reference = sched.PagedReference(reference, self.arena, host, self.config.memory.reference_paging)
         self.reference_host = host
+
+    def wait_for_engines(self) -> dict | None:
+        """Wait until this rank's engine is ready, learn what every device's engine holds, and start its log.
+
+        Returns EngineClient.ready(), or None on ranks without an engine. Collective over the replica.
+        """
+        ranks, schedule, ready = self.ranks, self.schedule, None
+        mine: dict[int, dict] = {}
+        if self.engine is not None:
+            ready = self.engine.ready()
+            self.engine.publish(0)
+            schedule.workers = list(range(ranks.tp_rank, ranks.tp, self.plan.q))
+            mine = dict(zip(schedule.workers, self.engine.release_kv(), strict=True))
+            if self.log is not None:
+                self._log_engine_memory()
+            if not self.config.memory.engine_release:
+                self.engine.restore_kv()
+        pieces: list = [None] * ranks.tp
+        dist.all_gather_object(pieces, mine, group=ranks.control)
+        own = {rank: report for piece in pieces for rank, report in piece.items()}[ranks.tp_rank]
+        schedule.kv_bytes, schedule.engine_host_bytes = own["kv_bytes"], own["host_bytes"]
+        self.ledger.set("engine_other", own["other_bytes"])
+        if not self.config.memory.engine_release:
+            self.ledger.set("rollout_kv", schedule.kv_bytes)
+        return ready
+
+    def _log_engine_memory(self) -> None:
+        number, first = self.engine.engine, self.ranks.replica * self.ranks.tp
+        common = self.log_header | {"process": "engine", "engine": number}
+        headers = [common | {"gpu": first + rank} for rank in self.schedule.workers]
+        paths = [self.run_dir / f"memory-engine{number}-{j}.jsonl" for j in range(len(headers))]
+        self.engine.log_memory(paths, headers, self.config.memory.sample_ms)
 
     def samples(self, loader: data.Loader, position: int, count: int) -> tuple[list[data.Sample], int]:
         """The next `count` usable samples, decoded by all ranks together. Collective over all ranks."""
@@ -497,11 +556,21 @@ class Trainer:
         """This replica's share of what belongs to a step's prompts."""
         return samples[self.ranks.replica :: self.ranks.world // self.ranks.tp]
 
-    def requests(self, samples: list[data.Sample], step: int, n: int, temperature: float | None = None) -> list:
-        """What this rank's engine is asked of the replica's samples; ids are positions in `samples`."""
+    def requests(
+        self,
+        samples: list[data.Sample],
+        step: int,
+        n: int,
+        temperature: float | None = None,
+        lengths: list[tuple[int, ...]] | None = None,
+    ) -> list:
+        """What this rank's engine is asked of the replica's samples; ids are positions in `samples`.
+
+        lengths: of each sample's n responses, tokens; None: as the policy ends them."""
+        fixed = [None] * len(samples) if lengths is None else lengths
         return [
             rollout.Request(
-                str(i), sample.prompt_ids, sample.media, n, _seed(self.config, step, sample), temperature=temperature
+                str(i), sample.prompt_ids, sample.media, n, _seed(self.config, step, sample), temperature, fixed[i]
             )
             for i, sample in enumerate(samples)
             if i % self.plan.q == self.ranks.tp_rank
@@ -520,6 +589,8 @@ class Trainer:
         """End the engine and every worker process."""
         if self.engine is not None:
             self.engine.stop()
+        if self.log is not None:
+            self.log.close()
         for name in ("loader", "eval_loader", "scorer"):
             if getattr(self, name, None) is not None:
                 getattr(self, name).close()
@@ -566,15 +637,20 @@ def warm_up(trainer: Trainer, step: int, position: int) -> tuple[float, int]:
     return total * (ranks.world // ranks.tp) / tokens, position
 
 
-def train_step(trainer: Trainer, step: int, position: int) -> tuple[dict, int]:
-    """One GRPO step: returns this step's metrics (the same on every rank) and the next data position."""
+def train_step(
+    trainer: Trainer, step: int, position: int, lengths: list[tuple[int, ...]] | None = None
+) -> tuple[dict, int]:
+    """One GRPO step: returns this step's metrics (the same on every rank) and the next data position.
+
+    lengths: tokens of each of the step's prompts' responses, for measurements; None: as the policy ends them."""
     config, timeline = trainer.config, trainer.timeline
     start = time.monotonic()
     wait_before = trainer.loader.wait_s
     with timeline.span("data"):
         samples, position = trainer.samples(trainer.loader, position, config.prompts)
     groups = [sched.Group(sample) for sample in trainer.mine(samples)]
-    requests = trainer.requests([group.sample for group in groups], step, config.rollout.n)
+    mine = None if lengths is None else trainer.mine(lengths)
+    requests = trainer.requests([group.sample for group in groups], step, config.rollout.n, lengths=mine)
     sums: dict[str, torch.Tensor] = {}
 
     def score(answered: list[sched.Group]) -> None:
@@ -610,12 +686,12 @@ def evaluate(trainer: Trainer, step: int) -> dict[str, float]:
     config, ranks = trainer.config, trainer.ranks
     samples = trainer.mine(trainer.samples(trainer.eval_loader, 0, config.eval_samples)[0])
     pairs: list[tuple[data.Sample, rollout.Response]] = []
+    trainer.schedule.restore_kv()
     if trainer.engine is not None:
-        trainer.engine.restore_kv()
         trainer.engine.generate(trainer.requests(samples, step, 1, config.eval_temperature))
         pairs = [(samples[int(response.request_id)], response) for response in trainer.engine.wait()]
         trainer.engine.take_stats()
-        trainer.engine.release_kv()
+    trainer.schedule.release_kv()
     rewards = trainer.score(pairs) if pairs else []
     everyone: list = [None] * ranks.world
     mine = [(sample.source, reward) for (sample, _), reward in zip(pairs, rewards, strict=True)]
@@ -647,6 +723,8 @@ def _metrics(
         prompt_tokens=sum(len(group.sample.input_ids) for group in groups),
         flops=sum(_group_flops(trainer, group) for group in groups),
         chance=[1 / len(group.sample.options) for group in groups if group.sample.options],
+        peaks={phase: sum(trainer.ledger.peaks.get(phase, {}).values()) for phase in "123"},
+        host_bytes=memory.host_bytes() + trainer.schedule.engine_host_bytes,
         generate_s=(max(w.end_ns for w in stats.timeline) - min(w.start_ns for w in stats.timeline)) / 1e9
         if stats
         else 0.0,
@@ -685,6 +763,8 @@ def _metrics(
         "generate_s": (generate_s := max(r["generate_s"] for r in everyone)),
         "tok_s_generate": sum(lengths) / max(generate_s, 1e-9),
         "step_s": step_s,
+        **{f"memory/phase{phase}_peak_bytes": max(r["peaks"][phase] for r in everyone) for phase in "123"},
+        "memory/host_bytes": sum(r["host_bytes"] for r in everyone),
         "model_flops": sum(r["flops"] for r in replicas),
         "tokens": sum(lengths) + sum(r["prompt_tokens"] for r in replicas),
     }
@@ -963,9 +1043,7 @@ def train(config: Config, ends: Ends) -> None:
         if config.algo.kl_coef and config.warmup_steps and ranks.replica == 0:
             torch.save(trainer.reference_host.clone(), reference)  # the tensor alone, not the pool that it lies in
     log.say(f"engines: waiting until they are ready (log: {run_dir}/engine*.log)")
-    if trainer.engine is not None:
-        ready = trainer.engine.ready()
-        trainer.engine.publish(0)
+    if (ready := trainer.wait_for_engines()) is not None:
         log.say(f"engine 0 ready after {ready['start_s']:.0f} s, all {ready['parameters']} parameters inside the arena")
     dist.barrier()
     trainer.timeline.take()

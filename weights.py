@@ -272,9 +272,19 @@ class Snapshot:
     """One rank's view of the weights: its parameters to write, and publish() to make every engine's shard complete.
 
     Shapes follow the trainer's parameters; all collectives run in `group`, the q ranks whose shards form this rollout
-    shard."""
+    shard. `copy` (uint8 [nbytes]) is for an engine that does not share: it becomes equal to the snapshot at each
+    publication."""
 
-    def __init__(self, plan: Layout, tp_rank: int, snapshot: torch.Tensor, fused: torch.Tensor | None, group=None):
+    def __init__(
+        self,
+        plan: Layout,
+        tp_rank: int,
+        snapshot: torch.Tensor,
+        fused: torch.Tensor | None,
+        group=None,
+        copy: torch.Tensor | None = None,
+    ):
+        self.copy = copy
         self.plan, self.tp_rank, self.bytes, self.fused, self.group = plan, tp_rank, snapshot, fused, group
         self.shards = shards(plan, tp_rank)
         self._fused_parts = {parts[0].logical.train: parts for parts in _by_train_parameter(plan) if len(parts) == 3}
@@ -295,7 +305,13 @@ class Snapshot:
         """
         self.reconstruct()
         self.exchange()
+        self.copy_out()
         memory.synchronize()
+
+    def copy_out(self) -> None:
+        """Bring an unshared engine's copy up to date; nothing to do where the engine reads the snapshot itself."""
+        if self.copy is not None:
+            self.copy.copy_(self.bytes)
 
     def reconstruct(self) -> None:
         """Case 3: permute the trainer's interleaved groups into this rank's Q, K and V slabs."""

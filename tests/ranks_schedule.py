@@ -68,8 +68,7 @@ def check(trainer: "train.Trainer") -> None:
     trainer.freeze_reference()
     for i in range(2):  # move away from the reference, so that the KL term has a gradient
         train.warm_up(trainer, i, 100 + 10 * i)
-    if trainer.engine is not None:
-        trainer.engine.ready()
+    trainer.wait_for_engines()
     trainer.timeline.take()
     state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in trainer.optimizer.state_dict().items()}
     serial = run_step(trainer, "none", state, 0)
