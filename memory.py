@@ -285,7 +285,8 @@ CONTRACT = (
     ),
     Row(
         "optimizer_state", "FP32 master weights + Adam moments", "permanent", "P3 optimizer", "n/a",
-        "host pool; one window of chunks in Phase 3", "no", "", "", "Schedule.update (it stays with --memory.no-state-offload)",
+        "host pool; one window of chunks in Phase 3", "no", "", "",
+        "Schedule.update (it stays with --memory.no-state-offload)",
     ),
     Row(
         "engine_weights", "the engine's own copy of its weights", "publication", "P1 rollout", "n/a", "none: shared",
@@ -314,19 +315,21 @@ def allowed_barriers(row: Row, policy: MemoryConfig) -> str:
 def check_contract(barrier: str, held: dict[str, int], policy: MemoryConfig) -> None:
     """Compare what the device holds ({tag: bytes}) with CONTRACT at barrier "1", "2" or "3".
 
-    Raises ContractError naming the object, its size, its last use and who should have released it.
+    Raises ContractError with a line for each object that should be gone (its size, its last use, who should have
+    released it) or is missing.
     """
+    wrong = []
     for row in CONTRACT:
         nbytes = held.get(row.tag, 0)
         if nbytes and barrier not in allowed_barriers(row, policy):
-            raise ContractError(
-                f"barrier {barrier}: {row.tag} ({row.object}, {_size(nbytes)}) is still in device memory; "
-                f"produced: {row.produced}; last use: {row.consumed}; to be released by {row.releases}"
+            wrong.append(
+                f"{row.tag} ({row.object}, {_size(nbytes)}) is still in device memory; produced: {row.produced}; "
+                f"last use: {row.consumed}; to be released by {row.releases}"
             )
         if not nbytes and barrier in row.required:
-            raise ContractError(
-                f"barrier {barrier}: {row.tag} ({row.object}) is not in device memory, but {row.consumed} is to come"
-            )
+            wrong.append(f"{row.tag} ({row.object}) is not in device memory, but {row.consumed} is to come")
+    if wrong:
+        raise ContractError(f"barrier {barrier}: " + "; ".join(wrong))
 
 
 class ContractError(RuntimeError):
@@ -334,7 +337,8 @@ class ContractError(RuntimeError):
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.2f} MiB"
+    unit, name = (2**30, "GiB") if nbytes >= 2**28 else (2**20, "MiB") if nbytes >= 2**18 else (2**10, "KiB")
+    return f"{nbytes / unit:.2f} {name}"
 
 
 # ---- ledger ----------------------------------------------------------------------------------------------------------
@@ -770,7 +774,7 @@ class HostPool:
             block = _pinned(size) if torch.cuda.is_available() else torch.empty(size, dtype=torch.uint8)
         self._block, self._used_bytes, self._end = block, 0, block.numel() - lend_bytes
         self._free = [(self._end, lend_bytes)] if lend_bytes else []  # (start, bytes), by start, never adjacent
-        self._lent, self.lent_peak_bytes = 0, 0
+        self.lent_bytes = self.lent_peak_bytes = 0
         self._lock = threading.Lock()
 
     @property
@@ -793,21 +797,20 @@ class HostPool:
         with self._lock:
             i = next((i for i, (_, free) in enumerate(self._free) if free >= size), None)
             if i is None:
-                raise MemoryError(
-                    f"host pool: {name} needs {_size(size)}, {_size(self._lent)} of {_size(self.nbytes - self._end)} "
-                    "are lent: raise --memory.offload-gib, or use --memory.activations recompute"
-                )
+                lent = f"{_size(self.lent_bytes)} of {_size(self.nbytes - self._end)} are lent"
+                fix = "raise --memory.offload-gib, or use --memory.activations recompute"
+                raise MemoryError(f"host pool: {name} needs {_size(size)}, {lent}: {fix}")
             start, free = self._free.pop(i)
             if free > size:
                 self._free.insert(i, (start + size, free - size))
-            self._lent += size
-            self.lent_peak_bytes = max(self.lent_peak_bytes, self._lent)
+            self.lent_bytes += size
+            self.lent_peak_bytes = max(self.lent_peak_bytes, self.lent_bytes)
         return (start, size), self._block[start : start + nbytes].view(dtype).view(shape)
 
     def give_back(self, block: tuple[int, int]) -> None:
         """Return a borrowed block; its tensor must not be used any more."""
         with self._lock:
-            self._lent -= block[1]
+            self.lent_bytes -= block[1]
             i = bisect(self._free, block)
             if i < len(self._free) and block[0] + block[1] == self._free[i][0]:
                 block = block[0], block[1] + self._free.pop(i)[1]

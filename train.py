@@ -1091,7 +1091,7 @@ def main() -> None:
     except BaseException as error:
         if "closed by peer" in str(error) or "reset by peer" in str(error):  # gloo, when the other end is gone
             ends.fail("lost another rank, which ended without saying why (killed, or out of memory?)", 1)
-        detail = "" if isinstance(error, rollout.EngineDied) else "\n" + traceback.format_exc()
+        detail = "" if isinstance(error, rollout.EngineDied | MemoryError) else "\n" + traceback.format_exc()
         ends.fail(f"{type(error).__name__}: {error}{detail}", 1)
 
 

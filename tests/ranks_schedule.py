@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import memory
 import train
 
 
@@ -53,7 +54,8 @@ def main() -> None:
     config = replace(
         train.TINY, run_dir=str(run_dir), prompts=6, rollout=replace(train.TINY.rollout, max_new_tokens=64)
     )
-    config = replace(config, algo=replace(config.algo, kl_coef=0.1), **options)
+    policy = memory.MemoryConfig(activations="offload", offload_gib=0.1, **options.pop("memory", {}))
+    config = replace(config, algo=replace(config.algo, kl_coef=0.1), memory=policy, **options)
     ranks = train.join(config)
     run_dir, model_dir = train.prepare_run(config, ranks)
     trainer = train.Trainer(config, ranks, run_dir, model_dir)
@@ -79,6 +81,12 @@ def check(trainer: "train.Trainer") -> None:
     while shared_us < 1000 and len(runs) < 6:  # a busy host may let an engine sleep through a trainer's prefixes
         runs.append(("prefix", run_step(trainer, "prefix", state, 0)))
         shared_us = overlapped_us(runs[-1][1]["events"], prefixes, control)
+    own = trainer.schedule.policy
+    for activations in ("keep", "offload", "recompute"):
+        trainer.schedule.policy = replace(own, activations=activations)
+        runs.append((f"prefix, {activations}", run_step(trainer, "prefix", state, 0)))
+    trainer.schedule.policy = own
+    assert trainer.pool.lent_bytes == 0 < trainer.pool.lent_peak_bytes  # offload used the pool, and gave all back
     assert shared_us >= 1000, "prefixes did not run beside the engines"
 
     for name, run in runs:
@@ -96,6 +104,8 @@ def check(trainer: "train.Trainer") -> None:
     digest = trainer.snapshot.bytes.cpu().to(torch.int64).cumsum(0).sum().item()
     dist.all_gather_object(digests, digest, group=trainer.ranks.control)
     assert len(set(digests)) == 1, "ranks hold different snapshots"
+    if trainer.ranks.rank == 0:
+        (trainer.run_dir / "digest").write_text(str(digest))
 
 
 if __name__ == "__main__":

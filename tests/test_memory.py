@@ -1,8 +1,13 @@
 """memory.py: regions keep their address, give their pages back, and are one memory for two processes."""
 
+import itertools
+import json
 import os
+import random
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +16,7 @@ from conftest import ROOT
 import memory
 
 MIB = 1 << 20
+CONTRACT_RANKS = Path(__file__).parent / "ranks_contract.py"
 
 
 def test_release_gives_pages_back_and_keeps_the_address():
@@ -88,3 +94,175 @@ def test_pool_never_grows_and_does_not_overlap():
 @pytest.mark.parametrize("nbytes, expected", [(0, 0), (1, 512), (512, 512), (513, 1024)])
 def test_align(nbytes, expected):
     assert memory.align(nbytes) == expected
+
+
+def test_borrowed_blocks_never_overlap_and_all_come_back():
+    """Random borrowing and returning against a plain map of who owns each 512 bytes."""
+    pool, rng, lent = memory.HostPool(1024, lend_bytes=64 * 512), random.Random(0), {}
+    fixed = pool.alloc("state", (256,), torch.float32).fill_(7)
+    for i in range(3000):
+        if lent and rng.random() < 0.5:
+            block, tensor = lent.pop(rng.choice(list(lent)))
+            assert (tensor == block[0]).all()  # nobody wrote into it
+            pool.give_back(block)
+            continue
+        elements = rng.randint(1, 1500)
+        try:
+            block, tensor = pool.borrow("x", (elements,), torch.float32)
+        except MemoryError:
+            owned = sum(block[1] for block, _ in lent.values())
+            assert pool.lent_bytes == owned  # refused only for want of one piece that is long enough
+            free = sorted(
+                set(range(64)) - {k for b, _ in lent.values() for k in range(b[0] // 512 - 2, sum(b) // 512 - 2)}
+            )
+            runs = [len(list(g)) for _, g in itertools.groupby(enumerate(free), lambda e: e[1] - e[0])]
+            assert memory.align(4 * elements) > 512 * max(runs, default=0)
+            continue
+        lent[i] = block, tensor.fill_(block[0])
+    for block, _ in lent.values():
+        pool.give_back(block)
+    assert pool.lent_bytes == 0 and pool.borrow("all", (64 * 512,), torch.uint8)[0] == (1024, 64 * 512)
+    assert (fixed == 7).all()
+    with pytest.raises(
+        MemoryError, match=r"an activation needs 32.50 KiB, 32.00 KiB of 32.00 KiB are lent: raise --mem"
+    ):
+        pool.borrow("an activation", (65 * 512,), torch.uint8)
+
+
+# ---- ledger ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_storage_counts_once_and_as_long_as_somebody_uses_it():
+    ledger = memory.Ledger()
+    tensor = torch.zeros(1000)
+    one, two = tensor[:10], tensor[500:]
+    ledger.track("prefix_activations", tensor, one)
+    ledger.track("prefix_activations", tensor, two)
+    assert ledger.held() == {"prefix_activations": 4000}
+    leaf = tensor[3:5]
+    ledger.track("actor_boundary", tensor, leaf)  # a boundary is what it is, whoever else keeps the bytes
+    assert ledger.held() == {"actor_boundary": 4000}
+    del one, leaf
+    assert ledger.held() == {"actor_boundary": 4000}
+    del two
+    assert ledger.held() == {}
+
+
+def test_peaks_are_those_of_their_phase():
+    ledger = memory.Ledger()
+    arena = memory.Arena({"snapshot": MIB, "workspace": 2 * MIB}, ledger, {"workspace": "optimizer_state"})
+    arena.acquire("snapshot")
+    ledger.enter("1")
+    ledger.set("rollout_kv", 5 * MIB)
+    ledger.set("rollout_kv", 0)
+    ledger.enter("3")
+    arena.acquire("workspace")
+    arena.release("workspace")
+    assert ledger.peaks["1"] == {"snapshot": MIB, "rollout_kv": 5 * MIB}
+    assert ledger.peaks["3"] == {"snapshot": MIB, "optimizer_state": 2 * MIB}
+    assert ledger.held() == {"snapshot": MIB}
+
+
+def test_the_limit_names_object_phase_and_what_is_held():
+    ledger = memory.Ledger(limit_bytes=4 * MIB)
+    arena = memory.Arena({"snapshot": MIB, "gradient": 3 * MIB, "reference": MIB}, ledger)
+    arena.acquire("snapshot")
+    ledger.enter("2")
+    arena.acquire("gradient")
+    expected = (
+        r"phase 2: reference needs 1.00 MiB where 4.00 MiB of 4.00 MiB are in use \(gradient 3.00 MiB, snapshot 1"
+    )
+    with pytest.raises(MemoryError, match=expected):
+        arena.acquire("reference")
+    arena.release("gradient")
+    arena.acquire("reference")  # nothing was counted by the refusal
+    assert ledger.held() == {"snapshot": MIB, "reference": MIB}
+
+
+def small_network() -> tuple[torch.nn.Module, memory.Ledger, memory.Arena]:
+    """Parameters in an arena; tanh saves its own output, which its node must not own through a hook."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh())
+    ledger = memory.Ledger()
+    arena = memory.Arena({"snapshot": 64 * 1024}, ledger)
+    flat, offset = arena.acquire("snapshot").view(torch.float32), 0
+    for parameter in network.parameters():
+        n = parameter.numel()
+        flat[offset : offset + n] = parameter.detach().flatten()
+        parameter.data = flat[offset : offset + n].view(parameter.shape)
+        offset += n
+    return network, ledger, arena
+
+
+@pytest.mark.parametrize("way", ["counted", "offloaded"])
+def test_saved_tensors_give_the_same_gradients_and_leave_nothing(way):
+    network, ledger, arena = small_network()
+    pool = memory.HostPool(0, lend_bytes=MIB)
+    saved = memory.SavedTensors(ledger, arena, pool)
+    x = torch.randn(32, 64)
+    network(x).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in network.parameters()]
+    network.zero_grad()
+    before = ledger.held()
+    with saved.counted("prefix_activations") if way == "counted" else saved.offloaded():
+        loss = network(x).square().sum()
+    activations = ledger.held().get("prefix_activations", 0)
+    size = 32 * 64 * 4
+    if way == "counted":  # x and the two outputs of tanh, which the next layer and the square save again
+        assert activations == 3 * size and pool.lent_bytes == 0
+    else:  # a copy for each use
+        assert activations == 0 and pool.lent_bytes == 5 * size
+    loss.backward()
+    for parameter, gradient in zip(network.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    del loss
+    assert ledger.held() == before and pool.lent_bytes == 0
+
+
+def test_the_log_is_a_step_function_of_what_was_held(tmp_path):
+    ledger = memory.Ledger()
+    log = memory.MemoryLog(tmp_path / "log.jsonl", {"process": "trainer", "gpu": 3}, ledger.sample, 5)
+    ledger.enter("1")
+    ledger.set("gradient", 100)
+    time.sleep(0.2)
+    log.sample("barrier 2")
+    ledger.enter("2")
+    ledger.set("gradient", 0)
+    time.sleep(0.2)
+    log.close()
+    header, *lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert header == {"process": "trainer", "gpu": 3, "sample_ms": 5}
+    assert [line["mark"] for line in lines if line["mark"]] == ["barrier 2", "end"]
+    assert len(lines) <= 6  # most of the 80 samples said nothing new
+    held = [(line["phase"], line["bytes"].get("gradient", 0)) for line in lines]
+    assert ("1", 100) in held and held[-1] == ("2", 0)
+    assert all(line["host_bytes"] > 2**20 for line in lines)
+    assert [line["t_ns"] for line in lines] == sorted(line["t_ns"] for line in lines)
+
+
+# ---- contract --------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_is_off_lets_its_object_stay():
+    off = {
+        "rollout_kv": {"engine_release": False},
+        "reference": {"reference_paging": False},
+        "optimizer_state": {"state_offload": False},
+        "engine_weights": {"weight_sharing": False},
+    }
+    for tag, switch in off.items():
+        held = {"snapshot": 1, tag: MIB}
+        with pytest.raises(memory.ContractError, match=f"barrier 1: {tag} .*1.00 MiB.* is still in device memory"):
+            memory.check_contract("1", held, memory.MemoryConfig())
+        memory.check_contract("1", held, memory.MemoryConfig(**switch))
+
+
+def test_what_is_missing_is_named_too():
+    with pytest.raises(
+        memory.ContractError, match="gradient buffer.* is not in device memory, but P3 optimizer is to co"
+    ):
+        memory.check_contract("3", {"snapshot": 1}, memory.MemoryConfig())
+
+
+def test_every_row_of_the_contract_can_be_broken_and_is_named(tmp_path, torchrun):
+    torchrun(CONTRACT_RANKS, str(tmp_path / "run"))

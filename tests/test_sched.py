@@ -17,11 +17,25 @@ import rollout
 RANKS = Path(__file__).parent / "ranks_schedule.py"
 
 
+POLICIES = ("state_offload", "chunked_optimizer", "weight_sharing", "engine_release", "reference_paging")
+
+
+@pytest.fixture(scope="module")
+def digests() -> dict[str, str]:
+    return {}
+
+
 @pytest.mark.parametrize(
-    "options", [{"qkv": "fused"}, {"qkv": "split", "dtype": "bfloat16"}], ids=["fp32-fused", "bf16-split"]
+    "options",
+    [{"qkv": "fused"}, {"qkv": "split", "dtype": "bfloat16"}, {"memory": dict.fromkeys(POLICIES, False)}],
+    ids=["fp32-fused", "bf16-split", "fp32-fused-no-policies"],
 )
-def test_both_schedules_give_the_same_update_bit_for_bit(tmp_path, torchrun, options):
+def test_both_schedules_give_the_same_update_bit_for_bit(tmp_path, torchrun, options, digests, request):
+    """And so do the ways to treat activations, within one run, and runs with all memory policies on or off."""
     torchrun(RANKS, str(tmp_path / "run"), json.dumps(options))
+    digests[request.node.callspec.id] = (tmp_path / "run" / "digest").read_text()
+    if "memory" in options and "fp32-fused" in digests:
+        assert digests["fp32-fused-no-policies"] == digests["fp32-fused"]
 
 
 def test_timeline_adds_up_outermost_spans_only():

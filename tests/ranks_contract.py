@@ -1,0 +1,107 @@
+"""Run under torchrun by test_memory.py: breaks every row of the memory contract in a real step, and sees which barrier
+says what."""
+
+import gc
+import sched
+import sys
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+import memory
+import train
+
+leaked: list = []  # what a broken step keeps
+allowed_barriers = memory.allowed_barriers
+
+
+@contextmanager
+def mapped(arena: memory.Arena, region: str):
+    arena.acquire(region).zero_()
+    yield
+    arena.release(region)
+
+
+@contextmanager
+def unmapped(arena: memory.Arena, region: str):
+    contents = arena.acquire(region).clone()
+    arena.release(region)
+    yield
+    arena.acquire(region).copy_(contents)
+
+
+def breaks(trainer: "train.Trainer") -> dict[str, tuple[str, AbstractContextManager]]:
+    """Row -> the barrier that must notice, and a context manager under which a step breaks the row."""
+    schedule, actor, reference = trainer.schedule, trainer.actor, trainer.schedule.reference
+    prefix_backward, suffix, scoring = actor.prefix_backward, actor.suffix, reference.model.suffix
+
+    def keep_boundary(prefix):
+        leaked.extend(prefix.leaves())
+        prefix_backward(prefix)
+
+    def keep_reference_boundary(prefix, *arguments):
+        leaked.extend(prefix.leaves())
+        return scoring(prefix, *arguments)
+
+    def keep_graph(*arguments):
+        leaked.append(suffix(*arguments))  # a second graph, which no backward pass frees
+        return suffix(*arguments)
+
+    def drops_prefixes(row, policy):  # although this run keeps them
+        return allowed_barriers(row, replace(policy, activations="recompute"))
+
+    return {
+        "rollout_kv": ("2", patch.object(schedule, "release_kv", lambda: None)),
+        "actor_boundary": ("3", patch.object(actor, "prefix_backward", keep_boundary)),
+        "reference_boundary": ("3", patch.object(reference.model, "suffix", keep_reference_boundary)),
+        "reference": ("2", patch.object(sched.PagedReference, "__exit__", lambda self, *exc: None)),
+        "logprobs": ("3", patch.object(sched.Group, "drop", lambda self: None)),
+        "prefix_activations": ("2", patch.object(memory, "allowed_barriers", drops_prefixes)),
+        "suffix_activations": ("3", patch.object(actor, "suffix", keep_graph)),
+        "gradient": ("1", mapped(trainer.arena, "gradient")),
+        "optimizer_state": ("1", mapped(trainer.arena, "workspace")),
+        "snapshot": ("1", unmapped(trainer.arena, "snapshot")),
+    }
+
+
+def check(trainer: "train.Trainer", row: str, barrier: str, broken: AbstractContextManager) -> None:
+    """A broken step stops at its barrier with the object's name; afterwards everything is as it was."""
+    text = "no error"
+    with broken:
+        try:
+            train.train_step(trainer, 1, 0)
+        except memory.ContractError as error:
+            text = str(error)
+    leaked.clear()
+    gc.collect()
+    for region in ("gradient", "workspace", "reference"):
+        trainer.arena.release(region)
+    trainer.schedule.release_kv()
+    ours = next(r for r in memory.CONTRACT if r.tag == row)
+    assert text.startswith(f"barrier {barrier}: ") and f"{row} ({ours.object}" in text, f"{row}: {text}"
+    assert ours.consumed in text and (ours.releases in text or row == "snapshot"), f"{row}: {text}"
+
+
+def main() -> None:
+    config = replace(train.TINY, run_dir=sys.argv[1], prompts=4, micro_batch=2, qkv="split")
+    config = replace(config, rollout=replace(config.rollout, n=2, max_new_tokens=8))
+    ranks = train.join(config)
+    trainer = train.Trainer(config, ranks, *train.prepare_run(config, ranks))
+    try:
+        trainer.freeze_reference()
+        trainer.wait_for_engines()
+        train.train_step(trainer, 0, 0)  # as it is, nothing is wrong
+        rows = breaks(trainer)
+        assert rows.keys() == {row.tag for row in memory.CONTRACT} - {"engine_weights", "engine_other"}
+        for row, (barrier, broken) in rows.items():
+            check(trainer, row, barrier, broken)
+        train.train_step(trainer, 2, 0)  # and nothing is left
+    finally:
+        trainer.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
