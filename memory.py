@@ -97,6 +97,12 @@ def allocator_bytes() -> int:
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
 
+def limit_allocator(nbytes: int) -> None:
+    """Let PyTorch's allocator of this process take no more than `nbytes` of the device; nothing to limit on a CPU."""
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, nbytes / device_bytes())))
+
+
 def device_bytes() -> int | None:
     """Size of the device's memory; None on a CPU, which has no memory of its own."""
     return torch.cuda.get_device_properties(device()).total_memory if torch.cuda.is_available() else None
@@ -344,6 +350,10 @@ def _size(nbytes: int) -> str:
 # ---- ledger ----------------------------------------------------------------------------------------------------------
 
 
+# Objects that PyTorch's allocator holds; the others are regions, or the engine's.
+_ALLOCATED = ("actor_boundary", "reference_boundary", "logprobs", "prefix_activations", "suffix_activations")
+
+
 class Ledger:
     """Bytes of device memory by object, as they change; the highest total of each phase, and a limit.
 
@@ -370,6 +380,8 @@ class Ledger:
                 )
             self.bytes[tag] = self.bytes.get(tag, 0) + nbytes
             self._total += nbytes
+            if self.limit_bytes is not None and tag not in _ALLOCATED:
+                limit_allocator(self.limit_bytes - sum(n for t, n in self.bytes.items() if t not in _ALLOCATED))
             if self._total > self._highest[self.phase]:
                 self._highest[self.phase] = self._total
                 self.peaks[self.phase] = {t: n for t, n in self.bytes.items() if n}
@@ -422,10 +434,6 @@ class Ledger:
         """What is in device memory now, {tag: bytes}, without empty entries."""
         with self._lock:
             return {tag: nbytes for tag, nbytes in self.bytes.items() if nbytes}
-
-
-# Objects that PyTorch's allocator holds; the others are regions, or the engine's.
-_ALLOCATED = ("actor_boundary", "reference_boundary", "logprobs", "prefix_activations", "suffix_activations")
 
 
 class SavedTensors:
