@@ -5,12 +5,16 @@
                                                                │ ▲
                         detached leaves: the boundary ─────────┘ │ their gradients, once all suffixes are done
                                                                ▼ │
-    last prompt token + response ─► embedding ─► [N, 1+S tokens attending to the boundary] ─► log-probabilities
+    last prompt token + response ─► embedding ─► [ T tokens, all responses in one row ] ─► log-probabilities
 
 The prefix does not depend on the response, so it may run while the engine still decodes (Rollplex §3.1). Its K and V
 (after rotary embedding) cross a boundary of detached leaves: suffix backward deposits gradients there, and
 prefix_backward() sends the sum through the language model, the projector and the vision tower once per group. The last
 prompt token belongs to the suffix, so that no hidden state has to cross the boundary.
+
+Responses of unequal length travel end to end, without padding. They attend to the boundary and to themselves in two
+calls of a flash kernel, merged by their log-sum-exp: a prompt's K and V are read where they lie, once for all its
+responses, and never copied.
 
 The language model is tensor parallel; the vision tower (transformers) is replicated, every rank computing the same
 values. All parameters are views of memory that weights.py lays out: this file only says which function they compute.
@@ -24,6 +28,7 @@ To add a model, add its configuration to configs.py, its tensors to weights.tabl
 
 import copy
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,7 +39,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, Qwen2_5_VLConfig
@@ -45,8 +49,9 @@ from configs import forbidden_ids
 from rollout import FORBIDDEN_BIAS
 from weights import VOCAB_MULTIPLE
 
-# B prompts, N responses a prompt, P prompt tokens, S response tokens (padded), H query heads, K key/value heads of this
-# rank, D head size, V vocabulary rows of this rank. Megatron's activations are [tokens, batch, ...].
+# B prompts, N responses a prompt, P prompt tokens, S response tokens (padded), T tokens of all responses (packed), H
+# query heads, K key/value heads of this rank, D head size, V vocabulary rows of this rank. Megatron's activations are
+# [tokens, batch, ...].
 
 
 # ---- positions -------------------------------------------------------------------------------------------------------
@@ -80,6 +85,13 @@ def positions(input_ids: list[int], grid_thw: list[list[int]], second_per_grid: 
 # ---- attention across the boundary -----------------------------------------------------------------------------------
 
 
+class _Packed:
+    """Sequences of these lengths, end to end in a tensor's first dimension; `starts` [n + 1] int32 bounds them."""
+
+    def __init__(self, lengths: list[int], device: torch.device):
+        self.lengths, self.starts = lengths, F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device, torch.int32)
+
+
 @dataclass
 class _Boundary(PackedSeqParams):
     """Tells the attention layers what to do in one forward pass; travels in Megatron's packed_seq_params argument.
@@ -89,7 +101,23 @@ class _Boundary(PackedSeqParams):
     """
 
     kv: dict = field(default_factory=dict)
-    counts: list[int] | None = None  # in a suffix pass: responses of each prompt
+    responses: _Packed | None = None  # in a suffix pass
+    groups: list[tuple] = field(default_factory=list)  # each prompt's rows, these as one sequence, its P−1 keys
+
+
+def _suffix_boundary(prefix: "Prefix", lengths: list[list[int]], device: torch.device) -> _Boundary:
+    """For responses of these lengths, prompt by prompt."""
+    groups, start = [], 0
+    for sample, own in zip(prefix.samples, lengths, strict=True):
+        rows, prefix_tokens = sum(own), len(sample.input_ids) - 1
+        groups.append((slice(start, start + rows), _Packed([rows], device), _Packed([prefix_tokens], device)))
+        start += rows
+    responses = _Packed([n for own in lengths for n in own], device)
+    return _Boundary(qkv_format="sbhd", kv=prefix.kv, responses=responses, groups=groups)
+
+
+class _AllCaptured(Exception):
+    """The last layer's key and value are there: nothing of a prefix is needed beyond them."""
 
 
 class BoundaryAttention(torch.nn.Module):
@@ -97,29 +125,104 @@ class BoundaryAttention(torch.nn.Module):
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **unused):
         super().__init__()
-        self.layer_number = layer_number
+        self.layer_number, self.last = layer_number, layer_number == config.num_layers
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **unused):
-        """query [s, b, H, D], key and value [s, b, K, D], all after rotary embedding -> [s, b, H·D]."""
+        """query [s, b, H, D], key and value [s, b, K, D], all after rotary embedding -> [s, b, H·D].
+
+        A suffix pass is one row, b = 1. Raises _AllCaptured in the last layer of a prefix pass.
+        """
         boundary = packed_seq_params
-        if boundary.counts is None:
+        value = value.contiguous()  # Megatron's is a view, which would keep its whole mixed QKV output alive
+        if boundary.responses is None:
             boundary.kv[self.layer_number] = (key, value)
-            return _attend(query, key, value, None)
-        outputs, start = [], 0
-        for (prefix_key, prefix_value), n in zip(boundary.kv[self.layer_number], boundary.counts, strict=True):
-            own = slice(start, start + n)
-            k = torch.cat([prefix_key.expand(-1, n, -1, -1), key[:, own]])  # [P−1+S, N, K, D]
-            v = torch.cat([prefix_value.expand(-1, n, -1, -1), value[:, own]])
-            # The last query sees every key.
-            outputs.append(_attend(query[:, own], k, v, causal_lower_right(query.shape[0], k.shape[0])))
-            start += n
-        return torch.cat(outputs, dim=1)
+            if self.last:
+                raise _AllCaptured
+            return _causal(query, key, value)
+        own = (x.squeeze(1) for x in (query, key, value))
+        prefixes = (x.squeeze(1) for pair in boundary.kv[self.layer_number] for x in pair)
+        return _SharedPrefix.apply(*own, boundary.responses, boundary.groups, *prefixes).flatten(1)[:, None]
 
 
-def _attend(query, key, value, mask) -> torch.Tensor:
-    """[s, b, heads, D] each -> [s, b, H·D]; causal if `mask` is None."""
+class _SharedPrefix(torch.autograd.Function):
+    """Packed responses attend to their prompt's prefix, one copy for all N, and causally to themselves.
+
+    Either part is a softmax of its own; the softmax over both weighs their outputs by their shares of the total, which
+    the parts' log-sum-exps give. Backward, a flash kernel needs probabilities, exp(score − log-sum-exp), and the row
+    sums of output · its gradient: handed the merged output and log-sum-exp, it returns the exact gradients of the
+    merged softmax through its own part (the trick of ring attention).
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, responses, groups, *prefixes):
+        """query [T, H, D], key and value [T, K, D]; prefixes: each prompt's key, value [P−1, K, D] -> [T, H, D]."""
+        out, lse = _flash(query, key, value, responses, responses, True)
+        for (rows, *packed), k, v in zip(groups, prefixes[::2], prefixes[1::2], strict=True):
+            if len(k):  # not a prompt of one token
+                part, part_lse = _flash(query[rows], k, v, *packed, False)
+                own = torch.sigmoid(lse[:, rows] - part_lse).t()[:, :, None]  # the response's share of the total
+                out[rows] = torch.lerp(part.float(), out[rows].float(), own).to(out.dtype)
+                lse[:, rows] = torch.logaddexp(lse[:, rows], part_lse)
+        ctx.responses, ctx.groups = responses, groups
+        ctx.save_for_backward(query, key, value, out, lse, *prefixes)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, out, lse, *prefixes = ctx.saved_tensors
+        dq, dk, dv = _flash_backward(grad, query, key, value, out, lse, ctx.responses, ctx.responses, True)
+        shared = []  # gradients of the prefixes
+        for (rows, *packed), k, v in zip(ctx.groups, prefixes[::2], prefixes[1::2], strict=True):
+            part, d_prefix = 0, (None, None)
+            if len(k):
+                rest = out[rows], lse[:, rows], *packed
+                part, *d_prefix = _flash_backward(grad[rows], query[rows], k, v, *rest, False)
+            dq[rows] += part
+            shared += d_prefix
+        return dq, dk, dv, None, None, *shared
+
+
+def _flash(query, key, value, queries: _Packed, keys: _Packed, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch's flash kernel on packed sequences: query [T, H, D], key and value [·, K, D] -> output [T, H, D] and
+    log-sum-exp [H, T] float32. As torch/nn/attention/varlen.py (2.11) calls it; on a CPU sequence by sequence."""
+    if query.is_cuda:
+        ends = queries.starts, keys.starts, max(queries.lengths), max(keys.lengths)
+        return torch.ops.aten._flash_attention_forward(query, key, value, *ends, 0.0, causal, False)[:2]
+    sequences = zip(_heads_first(query, queries), _heads_first(key, keys), _heads_first(value, keys), strict=True)
+    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    outs, lses = zip(*(call(*sequence, 0.0, causal) for sequence in sequences), strict=True)
+    return _tokens_first(outs), torch.cat(lses, dim=2)[0]
+
+
+def _flash_backward(grad, query, key, value, out, lse, queries: _Packed, keys: _Packed, causal: bool):
+    """Gradients of query, key and value, given output, log-sum-exp and gradient of the softmax that _flash was a part
+    of."""
+    if query.is_cuda:
+        ends = queries.starts, keys.starts, max(queries.lengths), max(keys.lengths)
+        random = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+        tensors = grad, query, key, value, out, lse.contiguous()
+        return torch.ops.aten._flash_attention_backward(*tensors, *ends, 0.0, causal, *random)
+    grads, qs, outs = (_heads_first(x, queries) for x in (grad, query, out))
+    sequences = zip(grads, qs, _heads_first(key, keys), _heads_first(value, keys), outs, strict=True)
+    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    lses = lse[None].split(queries.lengths, dim=2)
+    results = [call(*sequence, own, 0.0, causal) for sequence, own in zip(sequences, lses, strict=True)]
+    return [_tokens_first(gradients) for gradients in zip(*results, strict=True)]
+
+
+def _heads_first(x: torch.Tensor, packed: _Packed) -> list[torch.Tensor]:
+    """[tokens, heads, D] -> each sequence as [1, heads, tokens, D]."""
+    return [sequence.transpose(0, 1)[None] for sequence in x.split(packed.lengths)]
+
+
+def _tokens_first(sequences: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.cat([sequence[0].transpose(0, 1) for sequence in sequences])
+
+
+def _causal(query, key, value) -> torch.Tensor:
+    """[s, b, heads, D] each -> [s, b, H·D]."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
 
@@ -131,6 +234,11 @@ def _varlen_attention(module, query, key, value, attention_mask, cu_seq_lens_q, 
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, int(max_length_q), int(max_length_q), scale=scaling)
     return out[None], None
+
+
+def _require_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    if device.type == "cuda" and dtype == torch.float32:
+        raise ValueError("--dtype float32: a GPU's flash attention has no kernel for it; use --dtype bfloat16")
 
 
 # transformers hands window boundaries only to implementations whose name says flash. A CPU has no such kernel: sdpa, by
@@ -222,11 +330,13 @@ class QwenVL(torch.nn.Module):
     """Qwen2.5-VL: a replicated vision tower and a tensor-parallel language model, on the current Megatron parallel
     state.
 
-    Parameters are allocated without values; bind() points them at memory that weights.py describes.
+    Parameters are allocated without values; bind() points them at memory that weights.py describes. Raises ValueError
+    for float32 on a GPU.
     """
 
     def __init__(self, config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str):
         super().__init__()
+        _require_kernels(memory.device(), dtype)
         self.config = config
         self.dtype = dtype
         with torch.device("meta"):
@@ -287,34 +397,41 @@ class QwenVL(torch.nn.Module):
         places = [positions(s.input_ids.tolist(), s.grid_thw.tolist(), s.second_per_grid, self.config) for s in samples]
         longest = max(pos.shape[1] for pos in places)
         pos = torch.stack([F.pad(pos, (0, longest - pos.shape[1])) for pos in places], dim=1)  # [3, B, P]
-        boundary = _Boundary(qkv_format="sbhd")
-        self._decode(self._embed(samples)[:-1], pos[:, :, :-1], boundary)
+        boundary, end = _Boundary(qkv_format="sbhd"), max(1, longest - 1)  # one that nobody sees if P is 1 for all
+        with suppress(_AllCaptured):
+            self._decode(self._embed(samples)[:end], pos[:, :, :end], boundary)
         if torch.is_grad_enabled() and not all(t.requires_grad for pair in boundary.kv.values() for t in pair):
             raise RuntimeError("a captured key or value has no graph: the prefix would silently get no gradient")
         return boundary.kv, [int(p[0, -1]) for p in places]
 
-    def suffix(self, prefix: Prefix, responses: list[torch.Tensor], temperature: float) -> list[torch.Tensor]:
-        """For each prompt, log-probabilities [N, S] float32 of its `responses` [N, S] int64 (padded at the end; what
-        stands there for padding means nothing).
+    def suffix(
+        self, prefix: Prefix, responses: list[torch.Tensor], lengths: list[list[int]], temperature: float
+    ) -> list[torch.Tensor]:
+        """For each prompt, log-probabilities [N, S] float32 of its `responses` [N, S] int64, each as long as `lengths`
+        says (zeros beyond). An empty one counts as one token, whatever stands there, so that there always is a graph.
 
         They are those of the sampling distribution: log_softmax((logits + logit_bias) / temperature), over the whole
         vocabulary. A collective of the tensor-parallel group.
         """
-        device, counts = responses[0].device, [len(r) for r in responses]
-        s = max(r.shape[1] for r in responses)
-        tokens = torch.cat([F.pad(r, (0, s - r.shape[1])) for r in responses])  # [B·N, S]
-        repeats = torch.tensor(counts, device=device)
-        last_ids = torch.tensor([int(sample.input_ids[-1]) for sample in prefix.samples], device=device)
-        inputs = torch.cat([last_ids.repeat_interleave(repeats)[:, None], tokens[:, :-1]], dim=1)
-        first = torch.tensor(prefix.last_positions, device=device).repeat_interleave(repeats)
-        pos = (first[:, None] + torch.arange(s, device=device)).expand(3, -1, -1)
-        boundary = _Boundary(qkv_format="sbhd", kv=prefix.kv, counts=counts)
-        hidden = self._decode(self.lm.embedding(inputs, None), pos, boundary)  # [S, B·N, hidden]
+        lengths = [[max(1, n) for n in own] for own in lengths]
+        inputs, targets, places = [], [], []  # of each response, a token's predecessor, the token, its position
+        for sample, first, r, own in zip(prefix.samples, prefix.last_positions, responses, lengths, strict=True):
+            before = F.pad(r[:, :-1], (1, 0), value=int(sample.input_ids[-1]))
+            inputs += [row[:n] for row, n in zip(before, own, strict=True)]
+            targets += [row[:n] for row, n in zip(r, own, strict=True)]
+            places += [torch.arange(first, first + n) for n in own]
+        tokens, pos = torch.cat(targets), torch.cat(places).expand(3, 1, -1)  # [T], [3, 1, T]
+        boundary = _suffix_boundary(prefix, lengths, tokens.device)
+        hidden = self._decode(self.lm.embedding(torch.cat(inputs)[None], None), pos, boundary)  # [T, 1, hidden]
         weight = self.lm.shared_embedding_or_output_weight() if self.tied else None
-        logits, _ = self.lm.output_layer(hidden, weight=weight)  # [S, B·N, V]
+        logits, _ = self.lm.output_layer(hidden, weight=weight)  # [T, 1, V]
         logits = (logits.float() + self.logit_bias) / temperature
-        logprobs = -tensor_parallel.vocab_parallel_cross_entropy(logits, tokens.t().contiguous()).t()
-        return [part[:, : r.shape[1]] for part, r in zip(logprobs.split(counts), responses, strict=True)]
+        logprobs = -tensor_parallel.vocab_parallel_cross_entropy(logits, tokens[:, None])[:, 0]
+        parts = iter(logprobs.split(boundary.responses.lengths))
+        return [
+            torch.stack([F.pad(next(parts), (0, r.shape[1] - n)) for n in own])
+            for r, own in zip(responses, lengths, strict=True)
+        ]
 
     def prefix_backward(self, prefix: Prefix) -> None:
         """Send the gradients that the suffixes left at the boundary through the prefix, the projector and the vision
@@ -326,7 +443,7 @@ class QwenVL(torch.nn.Module):
             for which, whole in enumerate(attached[layer]):
                 gradient = torch.zeros_like(whole)
                 for b, pair in enumerate(pairs):
-                    if pair[which].grad is not None:  # none at all only if every response was masked
+                    if pair[which].grad is not None:  # none: a one-token prompt, or every response masked
                         gradient[: len(pair[which]), b : b + 1] = pair[which].grad
                 tensors.append(whole)
                 gradients.append(gradient)
@@ -421,11 +538,12 @@ def _main() -> None:
     dist.init_process_group(memory.backend())
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     config, n, s = configs.load_config("tiny"), 8, 32
-    plan = weights.layout(config, dist.get_world_size(), 1, "split", torch.float32)
+    dtype = torch.bfloat16 if memory.device().type == "cuda" else torch.float32
+    plan = weights.layout(config, dist.get_world_size(), 1, "split", dtype)
     arena = memory.Arena({"snapshot": plan.nbytes})
     snapshot = weights.Snapshot(plan, dist.get_rank(), arena.acquire("snapshot"), None, dist.group.WORLD)
     weights.init_random(snapshot, 0, config)
-    model = QwenVL(config, torch.float32, "split")
+    model = QwenVL(config, dtype, "split")
     model.bind({shard.name: shard.parameter(snapshot.flat(shard)) for shard in snapshot.shards}, requires_grad=True)
     text = torch.randint(60, 300, (400,))
     prompt = SimpleNamespace(input_ids=text, grid_thw=torch.zeros(0, 3), second_per_grid=[], pixel_values=None)
@@ -434,7 +552,7 @@ def _main() -> None:
         start = time.perf_counter()
         for own in groups:
             prefix = model.prefix([prompt])
-            model.suffix(prefix, [own], 1.0)[0].sum().backward()
+            model.suffix(prefix, [own], [[s] * len(own)], 1.0)[0].sum().backward()
             model.prefix_backward(prefix)
         memory.synchronize()
         if dist.get_rank() == 0:

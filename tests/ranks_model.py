@@ -3,6 +3,7 @@ backward."""
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from data import Media, Sample
 TEMPERATURE = 0.7
 
 
-def make_sample(config, kinds: list[str], seed: int) -> Sample:
+def make_sample(config, kinds: list[str], seed: int, words: int = 9) -> Sample:
     """A prompt with the media given (video 8 x 56 x 84, image 56 x 56), random pixels and random text around them."""
     import numpy as np
 
@@ -31,7 +32,7 @@ def make_sample(config, kinds: list[str], seed: int) -> Sample:
         t, h, w = media[-1].grid
         pad = config.video_token_id if kind == "video" else config.image_token_id
         ids += [config.vision_start_token_id, *[pad] * (t * h * w // 4), config.vision_end_token_id]
-    ids += rng.integers(60, 300, 9).tolist()
+    ids += rng.integers(60, 300, words).tolist()
     grid = torch.tensor([m.grid for m in media], dtype=torch.int64).reshape(-1, 3)
     seconds = [2 / m.fps if m.kind == "video" else 1.0 for m in media]
     return Sample(0, "test", ids, torch.tensor(ids), media, grid, seconds, "", "", "", [])
@@ -76,26 +77,28 @@ def case(source: Path, kinds: list[str], qkv: str, dtype: torch.dtype, logprob_b
     actor.bind({s.name: s.parameter(snapshot.flat(s)) for s in snapshot.shards}, requires_grad=True)
     hf = Qwen2_5_VLForConditionalGeneration.from_pretrained(source, dtype=dtype)
 
-    sample = make_sample(config, kinds, seed=3)
+    sample, other = make_sample(config, kinds, seed=3), make_sample(config, [], seed=4, words=5)
+    samples = [sample, replace(other, input_ids=other.input_ids[-1:]), other]  # the second is a prompt of one token
+    lengths = [[6, 1, 0, 3], [2], [3, 5]]
     generator = torch.Generator().manual_seed(2)
-    responses = torch.randint(60, 300, (3, 6), generator=generator)
-    weight = torch.randn(3, 6, generator=generator)
-    weight[1, 4:] = 0  # a padded end
-    other, short, rest = make_sample(config, [], seed=4), responses[:2, :3], weight[:2, :3]  # padded beside the first
+    responses = [torch.randint(60, 300, (len(own), max(own)), generator=generator) for own in lengths]
+    masks = [torch.arange(max(own)) < torch.tensor(own)[:, None] for own in lengths]
+    factors = [torch.randn(mask.shape, generator=generator) * mask for mask in masks]
 
-    def backward(keep: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        prefix = actor.prefix([sample, other], keep)
-        ours, shorter = actor.suffix(prefix, [responses, short], TEMPERATURE)
-        ((ours * weight).sum() + (shorter * rest).sum()).backward()
+    def backward(keep: bool) -> list[torch.Tensor]:
+        prefix = actor.prefix(samples, keep)
+        ours = actor.suffix(prefix, responses, lengths, TEMPERATURE)
+        sum((a * b).sum() for a, b in zip(ours, factors, strict=True)).backward()
         actor.prefix_backward(prefix)
-        return ours, shorter
+        return ours
 
-    ours, shorter = backward(keep=True)
-    theirs = reference_logprobs(hf, config, sample, responses)
-    theirs_shorter = reference_logprobs(hf, config, other, short)
-    ((theirs * weight).sum() + (theirs_shorter * rest).sum()).backward()
-    gap = max((ours - theirs).abs().max().item(), (shorter - theirs_shorter).abs().max().item())
-    assert gap <= logprob_bar, f"{kinds} {qkv} {dtype}: log-probabilities differ by {gap}"
+    ours = backward(keep=True)
+    theirs = [reference_logprobs(hf, config, s, r) for s, r in zip(samples, responses, strict=True)]
+    sum((a * b).sum() for a, b in zip(theirs, factors, strict=True)).backward()
+    for i, mask in enumerate(masks):
+        assert not ours[i][:, 1:][~mask[:, 1:]].any(), "padding is not zero"
+        gap = (ours[i] - theirs[i])[mask].abs().max().item()
+        assert gap <= logprob_bar, f"{kinds} {qkv} {dtype} prompt {i}: log-probabilities differ by {gap}"
 
     kept = {name: parameter.grad.clone() for name, parameter in actor.named_parameters() if parameter.grad is not None}
     actor.zero_grad()
@@ -106,10 +109,48 @@ def case(source: Path, kinds: list[str], qkv: str, dtype: torch.dtype, logprob_b
         )
 
     with torch.no_grad():
-        frozen = actor.prefix([sample, other])
+        frozen = actor.prefix(samples)
         assert frozen.attached is None
-        assert torch.equal(actor.suffix(frozen, [responses, short], TEMPERATURE)[0], ours)
+        again = actor.suffix(frozen, responses, lengths, TEMPERATURE)
+        assert all(torch.equal(a, b) for a, b in zip(again, ours, strict=True))
     compare_gradients(actor, dict(hf.named_parameters()), weights.table(config, qkv), plan, gradient_bar)
+    nothing_but_a_token(actor, samples[1], ours[1], responses[1], lengths[1], logprob_bar)
+    responses_share_their_prefix(actor, config)
+
+
+def nothing_but_a_token(actor, sample: Sample, beside, responses, lengths: list[int], bar: float) -> None:
+    """A micro-batch without any prefix gives what the prompt got beside others; one without any response gives
+    zeros."""
+    alone = actor.suffix(actor.prefix([sample]), [responses], [lengths], TEMPERATURE)[0]
+    assert (alone - beside).abs().max() <= bar
+    actor.zero_grad()
+    prefix = actor.prefix([sample])
+    empty = actor.suffix(prefix, [responses[:, :1]], [[0]], TEMPERATURE)[0]
+    (empty * 0).sum().backward()
+    actor.prefix_backward(prefix)
+    assert not any(p.grad is not None and p.grad.any() for p in actor.parameters())
+
+
+def responses_share_their_prefix(actor, config) -> None:
+    """What one more response makes autograd keep does not depend on the prompt's length."""
+
+    def saved_bytes(words: int, n: int) -> int:
+        storages = {}
+
+        def pack(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor.detach()  # or an output would hold its own node
+
+        prefix = actor.prefix([make_sample(config, [], seed=5, words=words)])
+        responses = torch.full((n, 4), 70)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            kept = actor.suffix(prefix, [responses], [[4, 2] * (n // 2)], TEMPERATURE)
+        assert kept[0].requires_grad
+        return sum(storages.values())
+
+    short, long = ([saved_bytes(words, n) for n in (2, 4, 8)] for words in (9, 99))
+    assert short[2] - short[1] == 2 * (short[1] - short[0]) > 0, "not linear in the number of responses"
+    assert long[2] - long[1] == short[2] - short[1], "every response keeps a copy of its prefix"
 
 
 def compare_gradients(actor, theirs: dict, table: list, plan, bar: float) -> None:

