@@ -467,7 +467,7 @@ def _read_log(path: Path) -> _Log:
 
 
 def _phase_at(line: dict) -> str:
-    """A barrier's sample is taken just before its phase begins: it belongs to that phase."""
+    """A barrier's sample belongs to the phase that it opens."""
     return line["mark"].split()[1].rstrip(":") if line.get("mark", "").startswith("barrier ") else line["phase"]
 
 

@@ -35,7 +35,9 @@ import json
 import mmap
 import os
 import secrets
+import shutil
 import socket
+import subprocess
 import threading
 import time
 import weakref
@@ -62,28 +64,131 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+WHOLE_GPU = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "CUDA_MPS_CLIENT_PRIORITY": "0"}  # MPS's own defaults
+_DRIVER = Path("/dev/nvidiactl")  # there if the kernel has NVIDIA's driver
+
+
+def gpu_host(driver: Path = _DRIVER) -> bool:
+    """Whether there is a GPU for this process, found out without starting CUDA: MPS has to be chosen before."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles")
+    return driver.exists() and not hidden
+
+
+def cuda_started() -> bool:
+    """Whether this process has initialised CUDA: then it holds the driver's memory device open."""
+    return any(os.path.realpath(entry) == "/dev/nvidia-uvm" for entry in Path("/proc/self/fd").iterdir())
+
+
+def check_driver(driver: Path = _DRIVER) -> None:
+    """Raise ValueError, with PyTorch's own reason, if there is a GPU that PyTorch cannot use."""
+    if gpu_host(driver) and not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+            reason = "torch.cuda.is_available() is False"
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"PyTorch {torch.__version__} cannot use this host's GPU: {reason}. Install the driver or the PyTorch that "
+            "fits (requirements-gpu.txt), or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+
+
 def select_device(local_rank: int) -> None:
-    """Make GPU `local_rank` this process's current one. Raises ValueError if there are fewer; nothing to do on a
-    CPU."""
+    """Make GPU `local_rank` this process's current one; nothing to do on a CPU. Raises ValueError if this host's ranks
+    are more than its GPUs, or PyTorch cannot use them."""
+    check_driver()
     if not torch.cuda.is_available():
         return
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(
-            f"--nproc-per-node {local_rank + 1} or more: this host has {torch.cuda.device_count()} visible GPUs"
-        )
-    if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-        raise ValueError(
-            "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, which clashes with shared mappings: unset it"
-        )
+    ranks = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # so that all ranks see the same error
+    if ranks > torch.cuda.device_count():
+        raise ValueError(f"--nproc-per-node {ranks}: this host has {torch.cuda.device_count()} visible GPUs")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:True" in os.environ.get(name, ""):
+            raise ValueError(f"{name} has expandable_segments:True, which clashes with shared mappings: unset it")
     torch.cuda.set_device(local_rank)
 
 
+FOREIGN_GIB = 2.0  # on a GPU before our first allocation: our CUDA context and the MPS server need less (assumed)
+
+
+def check_device() -> None:
+    """Raise ValueError if somebody else uses this rank's GPU, or the GPU cannot share memory between processes.
+
+    Call once before the first allocation; nothing to check on a CPU."""
+    if not torch.cuda.is_available():
+        return
+    free, total = torch.cuda.mem_get_info()
+    if total - free > FOREIGN_GIB * 2**30:
+        raise ValueError(
+            f"GPU {torch.cuda.current_device()}: {(total - free) / 2**30:.1f} GiB are in use before our first "
+            f"allocation, more than {FOREIGN_GIB:.0f}: another process runs there; nvidia-smi names it: end it"
+        )
+    for feature, attribute in (
+        ("virtual memory management", "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"),
+        ("memory handles as file descriptors", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
+    ):
+        attribute = getattr(_cuda().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
+        if not _driver("cuDeviceGetAttribute", attribute, torch.cuda.current_device()):
+            raise ValueError(
+                f"GPU {torch.cuda.get_device_name()}: no {feature} (CUDA), which the arena is made of; virtual GPUs "
+                "and old drivers lack it: use another GPU or driver"
+            )
+
+
+def host_limit(held_bytes: int = 0, root: Path = Path("/")) -> tuple[int, str]:
+    """Bytes that the processes of this control group may hold together, and where it says so: the least memory limit
+    of the group and its parents (version 1 or 2, at the usual mount points), or what the host has available with the
+    held_bytes that the run has taken already."""
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    limits = [((available << 10) + held_bytes, "MemAvailable of /proc/meminfo")]
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            places, name = ("sys/fs/cgroup", "sys/fs/cgroup/unified"), "memory.max"
+        elif "memory" in controllers.split(","):
+            places, name = ("sys/fs/cgroup/memory",), "memory.limit_in_bytes"
+        else:
+            continue
+        for place in places:
+            parts = [part for part in path.split("/") if part]
+            for depth in range(len(parts), -1, -1):
+                file = Path(root / place, *parts[:depth], name)
+                if file.is_file() and (text := file.read_text().strip()) != "max":
+                    limits.append((int(text), f"{name} of {file.parent}"))
+    return min(limits)
+
+
+def check_host(pool_bytes: int, region_bytes: int, engine_bytes: int, root: Path = Path("/")) -> None:
+    """Raise ValueError if this host's ranks need more host memory than its limit, before any of it is allocated.
+
+    Every rank of the host calls it with its own needs, which are taken to be all ranks': pool_bytes is its HostPool,
+    region_bytes its arena (host memory on a CPU only), engine_bytes what its share of the engines takes."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    needs = {
+        "host pools": ranks * pool_bytes,
+        "arenas": 0 if torch.cuda.is_available() else ranks * region_bytes,
+        "engines": ranks * engine_bytes,
+        "trainers": ranks * host_bytes(),  # as they are now
+    }
+    limit, source = host_limit(needs["trainers"], root)
+    if sum(needs.values()) > limit:
+        split = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in needs.items() if nbytes)
+        raise ValueError(
+            f"host memory: this host's ranks ({ranks}) need {_size(sum(needs.values()))} ({split}), but {_size(limit)} "
+            f"are all that {source} allows: lower --memory.offload-gib or use --memory.activations "
+            "recompute, run fewer ranks on a host, or raise the limit"
+        )
+
+
 def visible_devices(ranks: list[int]) -> dict[str, str]:
-    """Environment that lets a subprocess see only the GPUs of these local ranks; empty on a CPU."""
+    """Environment that lets a subprocess see only the GPUs of these local ranks, whole and at normal priority: what
+    holds the trainer back (sched.share_gpu) is not for its engine. Empty on a CPU."""
     if not torch.cuda.is_available():
         return {}
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[rank] for rank in ranks)}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[rank] for rank in ranks)} | WHOLE_GPU
 
 
 def empty_cache() -> None:
@@ -97,6 +202,15 @@ def allocator_bytes() -> int:
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
 
+def gpu_bytes() -> int:
+    """Size of this host's smallest GPU, 0 where there is none. Asks the driver's own tool: a CUDA call of ours would
+    come before the environment that MPS reads."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]  # MiB, a line each
+    return min(int(line) for line in subprocess.check_output(query, text=True).split()) * 2**20
+
+
 def limit_allocator(nbytes: int) -> None:
     """Let PyTorch's allocator of this process take no more than `nbytes` of the device; nothing to limit on a CPU."""
     if torch.cuda.is_available():
@@ -106,6 +220,11 @@ def limit_allocator(nbytes: int) -> None:
 def device_bytes() -> int | None:
     """Size of the device's memory; None on a CPU, which has no memory of its own."""
     return torch.cuda.get_device_properties(device()).total_memory if torch.cuda.is_available() else None
+
+
+def sm_count() -> int:
+    """Streaming multiprocessors of the device; 0 on a CPU."""
+    return torch.cuda.get_device_properties(device()).multi_processor_count if torch.cuda.is_available() else 0
 
 
 def backend() -> str:
@@ -579,6 +698,10 @@ class Arena:
             self._resident.add(name)
         return self._regions[name].bytes
 
+    def mapped(self, name: str) -> bool:
+        """Whether the region is acquired and not released."""
+        return name in self._resident
+
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in one of the regions."""
         address = tensor.untyped_storage().data_ptr()
@@ -850,8 +973,12 @@ def align(nbytes: int, to: int = ALIGN_BYTES) -> int:
 
 
 if __name__ == "__main__":
-    import subprocess
     import sys
+
+    if "--model" in sys.argv or any(argument.startswith("--model=") for argument in sys.argv):
+        import plan
+
+        sys.exit(plan.main())
 
     if len(sys.argv) == 3:  # the second process of the demonstration
         attach(sys.argv[1], int(sys.argv[2]))[:4] = 7

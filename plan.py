@@ -46,7 +46,7 @@ GPUS_PER_HOST = 8
 TRAINER_RUNTIME_GIB, ENGINE_RUNTIME_GIB = 1.0, 2.0
 # Host: measured on the CPU machine, engine 3 GiB, trainer 0.8 after its imports; the trainer's with room for CUDA.
 ENGINE_HOST_GIB, TRAINER_HOST_GIB = 3.0, 2.0
-START_COPIES = 1  # an engine allocates its weights once before it binds to the snapshot (rollout.py)
+START_COPIES = 0  # engines build their model without allocating weights (rollout.py); 1 would be a transient copy
 OFFLOAD_FACTOR = 1.2  # what two operations save is copied to the host twice: 1.09 to 1.16 measured on a CPU
 
 # B prompts, N responses a prompt, P prompt tokens, S response tokens, b bytes of an element. All sizes are of one GPU.

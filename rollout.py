@@ -11,10 +11,10 @@
                     ▼                                                 ▼ TP > 1: one worker process per GPU
              arena snapshot  ◄──────────── every engine parameter is a view of it
 
-The engine never receives weights: a registered loader maps the trainer's snapshot and points every parameter into it,
-so an optimizer step is visible the moment it is written. What must be told is that the weights changed: publish() drops
-what was computed from the old ones. Weights may only be written while no request runs (barrier 3); publish() refuses
-otherwise.
+The engine never receives weights, nor allocates any: a registered loader builds vLLM's model with parameters that have
+no memory, maps the trainer's snapshot and puts a view of it behind each, so an optimizer step is visible the moment it
+is written. What must be told is that the weights changed: publish() drops what was computed from the old ones. Weights
+may only be written while no request runs (barrier 3); publish() refuses otherwise.
 
 A prompt group costs one multimodal preprocessing and one prefill: its N responses are N child requests that share the
 prompt's KV blocks, and each is sent the moment it finishes. Groups are admitted one a step in the order given, so a
@@ -42,6 +42,7 @@ EngineClient send each other.
 
 import contextlib
 import ctypes
+import gc
 import hashlib
 import mmap
 import os
@@ -69,10 +70,12 @@ if parent := os.environ.get("ROLLPLEX_PARENT"):
     _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != int(parent):  # it ended before the line above
         os._exit(3)
+    gc.disable()  # importing makes a million objects and no garbage to speak of; _imported() ends it
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import tyro  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import memory  # noqa: E402
 import weights  # noqa: E402
@@ -331,7 +334,8 @@ class EngineClient:
         self._ask("log_memory", [str(Path(path).resolve()) for path in paths], list(headers), sample_ms)
 
     def report(self) -> list[dict[str, Any]]:
-        """Per worker: where each parameter lies, the snapshot's range, what is outside it, and bytes resident."""
+        """Per worker: where each parameter lies, the snapshot's range, what is outside it, bytes resident, and bytes
+        allocated while the model was built."""
         return self._ask("report")
 
     def positions(self, request: Request) -> tuple[list[int], torch.Tensor]:
@@ -584,8 +588,7 @@ class Engine:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        _register_loader()
-        _place_kv_in_arena()
+        _imported()
         imported = time.monotonic()
         self.llm = LLMEngine.from_engine_args(EngineArgs(**_engine_args(self.setup)))
         self.scheduler = self.llm.engine_core.engine_core.scheduler
@@ -880,21 +883,71 @@ def _layout(binding: dict[str, Any]) -> weights.Layout:
     return plan
 
 
+class _WithoutMemory(TorchDispatchMode):
+    """While a model is built: what its parameters are made of has shape and type, but no memory (device "meta").
+
+    vLLM 0.26 makes the parameters of this model with torch.empty and torch.ones on its device, and nothing else that it
+    keeps: caches and scales come from other functions and stay real. check() finds out if that ever changes.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device, self.made_bytes = device, 0  # bytes of every real tensor, those included that live for a moment
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs, aten = kwargs or {}, torch.ops.aten
+        makes = function in (aten.empty.memory_format, aten.ones.default)
+        if makes and torch.device(kwargs.get("device") or "cpu").type == self.device.type:
+            return function(*args, **kwargs | {"device": torch.device("meta")})
+        result = function(*args, **kwargs)
+        if all(value.alias_info is None for value in function._schema.returns):  # neither a view nor written in place
+            values = result if isinstance(result, tuple | list) else (result,)
+            self.made_bytes += sum(v.nbytes for v in values if isinstance(v, torch.Tensor) and not v.is_meta)
+        return result
+
+    @staticmethod
+    def check(model: torch.nn.Module) -> None:
+        """RuntimeError naming the tensors of a bound model that still have no memory."""
+        left = [
+            f"{path}.{name}".lstrip(".")
+            for path, module in model.named_modules()
+            for name, value in (vars(module) | module._parameters | module._buffers).items()
+            if isinstance(value, torch.Tensor) and value.is_meta
+        ]
+        if left:
+            why = "vLLM makes them the way it makes parameters; rollout._WithoutMemory must tell them apart"
+            raise RuntimeError(f"{len(left)} tensors of the engine's model have no memory, {left[:5]}: {why}")
+
+
 def _register_loader() -> None:
-    """Make load_format="rollplex" known to vLLM: map this rank's snapshot instead of loading weights."""
+    """Make load_format="rollplex" known to vLLM: map this rank's snapshot instead of allocating and loading weights."""
     from vllm.distributed import get_tensor_model_parallel_rank
-    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader import register_model_loader, utils
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
     @register_model_loader("rollplex")
     class SnapshotLoader(BaseModelLoader):
         def download_model(self, model_config) -> None:
             pass
 
+        def load_model(self, vllm_config, model_config, prefix: str = "") -> torch.nn.Module:
+            """As in vLLM, but between building and binding, parameters have no memory."""
+            device = torch.device(vllm_config.device_config.device)
+            with set_default_torch_dtype(model_config.dtype), device:
+                with _WithoutMemory(device) as building:
+                    model = utils.initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+                kept = sum(p.nbytes for p in model.parameters() if not p.is_meta)
+                model.rollplex_loading = {"parameter_bytes": kept, "made_bytes": building.made_bytes}
+                self.load_weights(model, model_config)
+                building.check(model)
+                utils.process_weights_after_loading(model, model_config, device)
+            return model.eval()
+
         def load_weights(self, model, model_config) -> None:
             binding = self.load_config.model_loader_extra_config
             snapshot = memory.attach(binding["handles"][get_tensor_model_parallel_rank()], binding["nbytes"])
-            weights.bind_engine(model, snapshot, _layout(binding))  # what vLLM had allocated loses its last reference
+            weights.bind_engine(model, snapshot, _layout(binding))
             model.rollplex_snapshot = snapshot
             memory.empty_cache()
             _unlink_cpu_communicator()
@@ -928,16 +981,29 @@ def _unlink_cpu_communicator() -> None:
             path.unlink(missing_ok=True)
 
 
-if "vllm" in sys.modules:  # imported by a vLLM worker, for EngineExtension and before it loads the model
+def _imported() -> None:
+    """vLLM has been imported, by the engine or a worker: make it ours, and collect garbage from here on.
+
+    What is there by now stays for good; not searching it time and again makes start-up a third shorter (measured, CPU).
+    """
     _register_loader()
     _place_kv_in_arena()
+    gc.freeze()
+    gc.enable()
+
+
+if "vllm" in sys.modules:  # imported by a vLLM worker, for EngineExtension and before it loads the model
+    _imported()
 
 
 class EngineExtension:
     """Methods that vLLM adds to each worker (worker_extension_cls), called through collective_rpc."""
 
     def rollplex_report(self) -> dict[str, Any]:
-        """Addresses of the parameters and of the snapshot, and what the process holds."""
+        """Addresses of the parameters and of the snapshot, what the process holds, and what building the model took.
+
+        loading: {parameter_bytes: of parameters that had memory of their own, made_bytes: of all real tensors made}.
+        """
         model = self.model_runner.get_model()
         low, size = model.rollplex_snapshot.data_ptr(), model.rollplex_snapshot.numel()
         places = {name: (p.data_ptr(), p.numel() * p.element_size()) for name, p in model.named_parameters()}
@@ -947,6 +1013,7 @@ class EngineExtension:
             "parameters": places,
             "snapshot": (low, size),
             "outside": [name for name, (start, end) in ends.items() if not low <= start < end <= low + size],
+            "loading": model.rollplex_loading,
             "kv_bytes": self.model_runner.rollplex_kv.nbytes("kv"),
             "kv_resident_bytes": self.model_runner.rollplex_kv.resident_bytes("kv"),
             "rss_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE,
@@ -956,8 +1023,9 @@ class EngineExtension:
         """Sample what this worker holds on its device until the process ends."""
 
         def read() -> tuple[str, dict[str, int]]:
-            held = {"rollout_kv": self.model_runner.rollplex_kv.resident_bytes("kv")}
-            return "engine", held | {"engine_other": memory.allocator_bytes()}
+            arena = self.model_runner.rollplex_kv
+            kv_bytes = arena.nbytes("kv") if arena.mapped("kv") else 0
+            return "engine", {"rollout_kv": kv_bytes, "engine_other": memory.allocator_bytes()}
 
         self.rollplex_memory_log = memory.MemoryLog(Path(paths[self.rank]), headers[self.rank], read, sample_ms)
 
@@ -973,6 +1041,8 @@ class EngineExtension:
         arena = self.model_runner.rollplex_kv
         before = arena.resident_bytes("kv")
         change(arena)
+        if hasattr(self, "rollplex_memory_log"):
+            self.rollplex_memory_log.sample()
         after, others = arena.resident_bytes("kv"), dict(other_bytes=memory.allocator_bytes())
         others["host_bytes"] = memory.host_bytes()
         return {"kv_bytes": arena.nbytes("kv"), "resident_before": before, "resident_after": after} | others

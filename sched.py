@@ -15,11 +15,20 @@ serial order is min(T_P − Δ, T_D) (Rollplex, Equation 1).
 
 Run:
     python sched.py --decode-s 133.7 --prefix-s 60 --slowdown-s 1.2     # what overlap can save; needs no hardware
-Left out on purpose: complete-group overlap, disaggregated placement, starting MPS (processes join one that serves).
-To change when things run, edit Schedule.iterate; to change what is computed, edit model.py or the loss in train.py.
+    echo ps | CUDA_MPS_PIPE_DIRECTORY=/tmp/rollplex-mps-… nvidia-cuda-mps-control     # GPU: who shares, during a run
+Left out on purpose: complete-group overlap, disaggregated placement, MPS's static SM partitions.
+To change when things run, edit Schedule.iterate; to change which SMs prefixes get, edit choose_sms; to change what is
+computed, edit model.py or the loss in train.py.
 """
 
+import hashlib
+import inspect
 import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -141,6 +150,10 @@ class MicroBatch:
     def tokens(self) -> list[torch.Tensor]:
         return [group.tokens for group in self.groups]
 
+    @property
+    def lengths(self) -> list[list[int]]:
+        return [[len(response.token_ids) for response in group.responses] for group in self.groups]
+
 
 class PagedReference:
     """The frozen reference: its weights wait in the host pool and occupy the device only inside `with reference:`.
@@ -186,7 +199,7 @@ class Schedule:
     kv_bytes: int = 0  # of the engine's KV cache on this rank's device, known once the engine is ready
     workers: list[int] = field(default_factory=list)  # ranks of the replica on whose devices this rank's engine works
     engine_host_bytes: int = 0  # of the engine's process on this rank's device, at the last release
-    prefix_stream: memory.Stream = field(default_factory=memory.stream)  # what Phase 1 computes on, beside decode
+    partition: "Partition" = field(default_factory=lambda: Partition())  # what Phase 1 computes on, beside decode
     version: int = 0  # of the weights: the k of θk
     rollout: object | None = None  # rollout.Stats of the last generation on this rank's engine
 
@@ -211,13 +224,10 @@ class Schedule:
         self.restore_kv()
         if self.engine is not None:
             self.engine.generate(requests)
-        if self.overlap == "prefix":
-            self.prefix_stream.follow()
-            with self.prefix_stream:
-                self._reference_prefixes(batches)
-                self._actor_prefixes(batches)
-            self.prefix_stream.lead()
+        measured = self._overlapped_prefixes(batches) if self.overlap == "prefix" else None
         self._collect(groups, score)
+        if measured is not None and self.partition.measures:
+            self._measure(*measured)
         denominator = self._over_replicas(prepare(groups))
 
         self._barrier("2: rollout memory is gone")
@@ -233,6 +243,8 @@ class Schedule:
             if dist.get_world_size(self.dp_group) > 1:
                 dist.all_reduce(self.optimizer.grad, group=self.dp_group)
             self.arena.acquire("workspace")
+            if self.log is not None:
+                self.log.sample("optimizer")  # it may be over before the next sample
             info = self.optimizer.step(step, grad_scale, self.tp_group, self.dp_group)
             self.arena.release("workspace")
             self.arena.release("gradient")
@@ -270,6 +282,31 @@ class Schedule:
         self.arena.acquire("gradient").zero_()
 
     # -- Phase 1
+
+    def _overlapped_prefixes(self, batches: list[MicroBatch]) -> tuple[int | None, int, float]:
+        """All prefixes, on the SMs that they may use; returns those, the prefixes' tokens, and seconds."""
+        tokens, start_ns = (
+            sum(len(sample.input_ids) for batch in batches for sample in batch.samples),
+            time.monotonic_ns(),
+        )
+        if (sms := self.partition.next(tokens)) is not None:
+            stream = self.partition.streams[sms]
+            stream.follow()
+            with stream:
+                self._reference_prefixes(batches)
+                self._actor_prefixes(batches)
+            stream.lead()
+        return sms, tokens, (time.monotonic_ns() - start_ns) / 1e9
+
+    def _measure(self, sms: int | None, tokens: int, prefix_s: float) -> None:
+        """Give every rank of the replica its slowest rank's Phase 1, so that all choose alike. Collective over the
+        replica."""
+        work = self.rollout.timeline if self.engine is not None else []
+        decode_s = (max(w.end_ns for w in work) - min(w.start_ns for w in work)) / 1e9 if work else 0.0
+        pieces: list = [None] * dist.get_world_size(self.control)
+        dist.all_gather_object(pieces, (decode_s, sum(w.steps for w in work), prefix_s), group=self.control)
+        decode_s, steps, prefix_s = map(max, zip(*pieces, strict=True))
+        self.partition.history.append(Measured(sms, decode_s, steps, prefix_s, tokens))
 
     def _reference_prefixes(self, batches: list[MicroBatch]) -> None:
         if self.reference is None:
@@ -340,7 +377,7 @@ class Schedule:
                 if batch.reference is None:
                     with self.timeline.span("reference prefix"):
                         self._reference_prefix(model, batch)
-                logprobs = model.suffix(batch.reference, batch.tokens, self.temperature)
+                logprobs = model.suffix(batch.reference, batch.tokens, batch.lengths, self.temperature)
                 for group, values in zip(batch.groups, logprobs, strict=True):
                     group.ref_logprobs = values
                     self._count("logprobs", [values])
@@ -354,7 +391,7 @@ class Schedule:
                     with self.timeline.span("actor prefix"):
                         self._actor_prefix(batch)
                 with self.timeline.span("actor suffix"), self.saved.counted("suffix_activations"):
-                    logprobs = self.actor.suffix(batch.actor, batch.tokens, self.temperature)
+                    logprobs = self.actor.suffix(batch.actor, batch.tokens, batch.lengths, self.temperature)
                     total = sum(loss(new, group) for new, group in zip(logprobs, batch.groups, strict=True))
                 with self.timeline.span("backward"), self.saved.counted("prefix_activations"):  # of a recomputed prefix
                     total.backward()
@@ -374,14 +411,226 @@ class Schedule:
             dist.barrier(group=self.control)
             self.arena.check()
             memory.check_contract(name[0], self.ledger.held(), self.policy)
+            self.ledger.enter(name[0])
             if self.log is not None:
                 self.log.sample(f"barrier {name}")
-            self.ledger.enter(name[0])
 
     def _over_replicas(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=memory.device())
         dist.all_reduce(total, group=self.dp_group)
         return total.item()
+
+
+# ---- SM partition ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Phase 1 of one step; the slowest rank of the replica counts."""
+
+    sms: int | None  # that the prefixes could use, 0: all; None: they did not run beside decode
+    decode_s: float  # the engine's work: T_D + Δ
+    decode_steps: int
+    prefix_s: float  # T_P on these SMs; means nothing where they did not run beside decode
+    prefix_tokens: int
+
+
+class Partition:
+    """The streams that overlapped prefixes can use, by their number of SMs (0: all), and which one is next: the only
+    one, or choose_sms's of several."""
+
+    def __init__(self, candidates: tuple[int, ...] = (0,)):
+        self.streams = {sms: memory.stream(sms) for sms in candidates}  # made once: a green context is a partition
+        self.history: list[Measured] = []
+
+    @property
+    def measures(self) -> bool:
+        return len(self.streams) > 1
+
+    def next(self, prefix_tokens: int) -> int | None:
+        candidates = tuple(self.streams)
+        return choose_sms(self.history, candidates, prefix_tokens) if self.measures else candidates[0]
+
+
+def candidates(policy: str, prefix_sms: int) -> tuple[int, ...]:
+    """SMs of the prefixes under --sm-policy: quarters of the GPU in multiples of 8 and all of it for auto, 0 (all) for
+    policies that leave the prefixes' stream alone."""
+    if policy == "auto":
+        return *(memory.sm_count() * quarter // 32 * 8 for quarter in (1, 2, 3)), 0
+    return (prefix_sms,)
+
+
+def choose_sms(history: list[Measured], candidates: tuple[int, ...], prefix_tokens: int) -> int | None:
+    """SMs for the next step's prefixes: of the candidates, the one with the least max(T_D + Δ, T_P) (Equation 1).
+
+    The first steps measure: one only warms up, one overlaps nothing (None) and shows decode alone, then each candidate
+    has one. From a candidate's last step: T_P by prefix_tokens, and Δ by the share of overlapped time that decode lost;
+    T_D by the engine's steps, of which the next step is taken to need as many as the last one. Deterministic; the first
+    of equals.
+    """
+    tour = (candidates[0], None, *candidates)
+    if len(history) < len(tour):
+        return tour[len(history)]
+    alone_s = statistics.median(m.decode_s / m.decode_steps for m in history if m.sms is None)  # an engine step
+    decode_s = alone_s * history[-1].decode_steps
+
+    def phase1_s(sms: int) -> float:
+        last = next(m for m in reversed(history) if m.sms == sms)
+        delta_s = last.decode_s - alone_s * last.decode_steps
+        lost = max(0.0, delta_s / min(last.decode_s, last.prefix_s))
+        prefix_s = last.prefix_s * prefix_tokens / last.prefix_tokens
+        # If decode ends first it loses less than this, but then T_P is the larger one anyway.
+        return max(decode_s + lost * prefix_s, prefix_s)
+
+    return min(candidates, key=phase1_s)
+
+
+# ---- MPS -------------------------------------------------------------------------------------------------------------
+
+_CONTROL, _PIPE = "nvidia-cuda-mps-control", "CUDA_MPS_PIPE_DIRECTORY"
+
+
+def share_gpu(overlap: str, policy: str, prefix_percent: int = 0) -> "Mps | None":
+    """Prepare this process for running kernels beside its engine's: MPS, and what holds the trainer back (--sm-policy).
+
+    Every rank of a host calls it before its first CUDA call: CUDA reads the environment when it starts. Nothing to do
+    on a CPU. Raises ValueError if the policy cannot take effect here."""
+    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # from here on PyTorch may ask CUDA itself (train.py)
+    if not memory.gpu_host() and policy not in ("none", "default"):
+        raise ValueError(f"--sm-policy {policy}: expected default: this host shows no GPU that could be shared")
+    if not memory.gpu_host() or overlap == "none" or policy == "none":
+        return None
+    mps = Mps()
+    held_back = {
+        "thread-cap": {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(prefix_percent)},
+        "priority": {"CUDA_MPS_CLIENT_PRIORITY": "1"},  # below normal
+    }.get(policy, {})
+    if memory.cuda_started() and (mps.private or held_back):
+        raise RuntimeError(f"CUDA was started before --sm-policy {policy} could take effect: an import used it")
+    os.environ.update({_PIPE: mps.pipe} | held_back)
+    return mps
+
+
+class Mps:
+    """The MPS daemon that this process's CUDA work will go through: one that serves already, or the run's own.
+
+        LOCAL_RANK 0 ──── starts ──── nvidia-cuda-mps-control -d      pipe and log in /tmp/rollplex-mps-…
+          └── pipe ──── watcher: at end-of-file, quits the daemon, kills what stays, removes the directory
+        other ranks of the host: wait until it answers
+
+    The kernel closes the pipe however rank 0 ends, so the daemon ends with it. Raises ValueError if there is no daemon
+    `limit_s` seconds later; clients have `grace_s` seconds to end before the daemon."""
+
+    def __init__(self, limit_s: float = 30.0, grace_s: float = 20.0):
+        if shutil.which(_CONTROL) is None:
+            raise ValueError(
+                f"MPS: {_CONTROL} is not installed (it comes with NVIDIA's driver), so kernels of trainer and engine "
+                "cannot overlap: install it, or take time slices with --sm-policy none, or --overlap none"
+            )
+        self.pipe, self.private, self._end = os.environ.get(_PIPE, "/tmp/nvidia-mps"), False, None
+        if _serves(self.pipe):
+            return
+        root = _private_directory()
+        self.pipe, self.private = f"{root}/pipe", True
+        try:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                self._start(root, grace_s)
+            deadline = time.monotonic() + limit_s
+            while not _serves(self.pipe):
+                if time.monotonic() > deadline:
+                    raise _failure(f"no daemon answers at {self.pipe} after {limit_s:.0f} s", root)
+                time.sleep(0.1)
+        except ValueError:
+            self.close()
+            raise
+
+    def _start(self, root: Path, grace_s: float) -> None:
+        try:
+            root.mkdir(mode=0o700)
+        except FileExistsError:
+            raise ValueError(f"MPS: {root} is left from a run whose watcher was killed too: remove it") from None
+        for name in ("pipe", "log"):
+            (root / name).mkdir()
+        read, self._end = os.pipe()  # closed on exec: only this process holds the end
+        command = [sys.executable, "-c", f"{inspect.getsource(_watch)}\n_watch({str(root)!r}, {grace_s})"]
+        # A session of its own: Ctrl-C and torchrun's signals are not for it. Nor may it hold the run's output open.
+        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        self._watcher = subprocess.Popen(command, stdin=read, env=_environment(self.pipe), **quiet)
+        os.close(read)
+        with open(root / "log" / "start", "wb") as log:
+            where = {"CUDA_MPS_LOG_DIRECTORY": str(root / "log")}
+            quiet |= dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            started = subprocess.run([_CONTROL, "-d"], env=_environment(self.pipe) | where, check=False, **quiet)
+        if started.returncode:
+            raise _failure(f"{_CONTROL} -d ended with status {started.returncode}", root)
+
+    def close(self) -> None:
+        """Stop the daemon if this process started it, and wait. It waits for its clients: end their CUDA work first."""
+        if self._end is not None:
+            os.close(self._end)
+            self._end = None
+            self._watcher.wait()
+
+
+def _private_directory() -> Path:
+    """The same for all ranks that one torchrun starts on a host, and nobody else's; short, since it holds sockets."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
+    key = " ".join([str(os.getuid()), str(os.getppid()), *(os.environ.get(name, "") for name in names)])
+    return Path(f"/tmp/rollplex-mps-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}")
+
+
+def _environment(pipe: str) -> dict[str, str]:
+    """Without CUDA_VISIBLE_DEVICES: a daemon that has it renumbers the GPUs that its clients see."""
+    return {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | {_PIPE: pipe}
+
+
+def _serves(pipe: str) -> bool:
+    """Whether a daemon answers at `pipe`."""
+    run = dict(input=b"get_server_list\n", capture_output=True, timeout=10, env=_environment(pipe))
+    try:
+        return subprocess.run([_CONTROL], check=False, **run).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def _failure(what: str, root: Path) -> ValueError:
+    said = " ".join(path.read_text().strip()[-500:] for path in sorted(root.glob("log/*")))
+    fix = f"start one before torchrun ({_CONTROL} -d), or use --sm-policy none"
+    return ValueError(f"MPS: {what}: {fix}. The daemon said: {said or 'nothing'}")
+
+
+def _watch(root: str, grace_s: float) -> None:
+    """The watcher: a process of its own, run from this source alone, since importing this file would take seconds."""
+    import contextlib
+    import os
+    import shutil
+    import signal
+    import subprocess
+    import sys
+    import time
+    from pathlib import Path
+
+    def left() -> list[int]:
+        """Processes of MPS whose environment names our pipe."""
+        pids = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it ended, or is somebody else's
+                ours = f"CUDA_MPS_PIPE_DIRECTORY={root}/pipe".encode() in (entry / "environ").read_bytes().split(b"\0")
+                if ours and (entry / "comm").read_text().startswith("nvidia-cuda-mps"):
+                    pids.append(int(entry.name))
+        return pids
+
+    sys.stdin.buffer.read()  # until the starter closes its end, or is gone
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        command = f"quit -t {int(grace_s)}\n".encode()
+        subprocess.run(["nvidia-cuda-mps-control"], input=command, timeout=grace_s + 2, check=False)
+    deadline = time.monotonic() + 2
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(root, ignore_errors=True)
 
 
 # ---- the bound -------------------------------------------------------------------------------------------------------

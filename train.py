@@ -19,12 +19,16 @@ To change the algorithm, edit advantages() and policy_loss(); to change when thi
 """
 
 import logging
+import math
 import os
 import warnings
 
 # Before Megatron is imported: it and torch's extension builder warn about every optional package that is not installed.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+# Before torch is: imports ask whether there is a GPU, and CUDA, which would start for the answer, must not start before
+# sched.share_gpu has set what MPS reads. NVML answers without it.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import json  # noqa: E402
 import sched  # noqa: E402
@@ -34,6 +38,7 @@ import sys  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
+from contextlib import suppress  # noqa: E402
 from dataclasses import asdict, dataclass, field, replace  # noqa: E402
 from datetime import timedelta  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -49,6 +54,7 @@ import data  # noqa: E402
 import memory  # noqa: E402
 import model as models  # noqa: E402
 import optimizer as optim  # noqa: E402
+import plan  # noqa: E402
 import rollout  # noqa: E402
 import weights  # noqa: E402
 from data import DataConfig  # noqa: E402
@@ -98,8 +104,8 @@ class Config:
     model: str = "tiny"
     """tiny, qwen2.5-vl-3b, -7b, -32b, -72b, or a Hugging Face directory of a Qwen2.5-VL model."""
     weights: Literal["auto", "random"] = "auto"
-    """auto: from the model directory's safetensors. random: initialise (a named configuration has no weights, so must
-    be random; tiny always is)."""
+    """auto: from the model directory's safetensors; a named configuration has none and is initialised. random:
+    initialise."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of weights and activations. The optimizer's state is always float32."""
     run_dir: str = ""
@@ -109,6 +115,10 @@ class Config:
     """Continue run_dir from its last checkpoint, exactly as if it had never stopped."""
     seed: int = 0
     """Of initial weights, data order and sampling."""
+    dry_run: bool = False
+    """Print what the run would hold in memory, whether it fits, and stop; needs no GPU, no weights and no torchrun."""
+    gpus: int = 0
+    """With --dry-run: GPUs to plan for. 0: as many ranks as torchrun started."""
     steps: int = 100
     """GRPO steps, that is rollouts and updates."""
     prompts: int = 32
@@ -129,9 +139,15 @@ class Config:
     overlap: Literal["none", "prefix"] = "prefix"
     """none: serial phases (the papers' Colocate). prefix: reference and actor prefixes run beside decode (Rollplex)."""
 
+    sm_policy: Literal["none", "default", "thread-cap", "affinity", "green-context", "priority", "auto"] = "default"
+    """GPU only: how prefixes and decode share SMs. none: time slices, MPS is left alone. All others join or start MPS;
+    default: without limits. thread-cap: the trainer gets --prefix-percent of the threads, in every phase.
+    green-context: prefixes get --prefix-sms SMs. priority: the trainer is below normal. auto: green contexts of the
+    size that was fastest in the run's first steps, and since. affinity (static SM partitions): not available."""
     prefix_sms: int = 0
-    """GPU only: SMs that the overlapped prefixes may use (a green context), so that decode keeps the rest. 0: no
-    limit."""
+    """SMs of the overlapped prefixes with --sm-policy green-context; a multiple of 8 on Hopper."""
+    prefix_percent: int = 0
+    """Percent of the GPU's threads for the trainer with --sm-policy thread-cap."""
 
     warmup_steps: int = 0
     """Supervised steps before GRPO that teach the answer format alone: the answer is a random option, so no question is
@@ -179,9 +195,8 @@ class Config:
         for part in (self.algo, self.data, self.reward, self.memory, self.optimizer):
             part.validate()
         _require(self.steps >= 0, "steps", self.steps, "0 or more")
-        _require(
-            not self.prefix_sms or self.overlap != "none", "prefix-sms", self.prefix_sms, "0: nothing overlaps decode"
-        )
+        _require(self.dry_run or not self.gpus, "gpus", self.gpus, "--dry-run; torchrun says how many a run has")
+        self._validate_sharing()
         held_out = bool(self.data.eval_path or self.data.eval_fraction)
         _require(
             held_out or not self.eval_every, "eval-every", self.eval_every, "--data.eval-fraction or --data.eval-path"
@@ -195,10 +210,19 @@ class Config:
             self.prompts % (world // tp) == 0, "prompts", self.prompts, f"a multiple of the {world // tp} replicas"
         )
         self._validate_sampling()
-        if self.named and self.model != "tiny":
-            expected = f"random: {self.model} is a configuration without weights"
-            _require(self.weights == "random", "weights", self.weights, expected)
         _require(not (self.resume and not self.run_dir), "run-dir", "''", "the run to --resume")
+
+    def _validate_sharing(self) -> None:
+        """A policy that cannot take effect is refused; whether there is a GPU to share is for sched.share_gpu."""
+        policy, sms, percent = self.sm_policy, self.prefix_sms, self.prefix_percent
+        limits = policy not in ("none", "default")
+        _require(self.overlap != "none" or not limits, "sm-policy", policy, "default: nothing overlaps decode")
+        instead = "green-context: static SM partitions (MPS of CUDA 13.1) are not available here"
+        _require(policy != "affinity", "sm-policy", policy, instead)
+        expected = "the prefixes' SMs with --sm-policy green-context, 0 with any other"
+        _require(sms > 0 if policy == "green-context" else sms == 0, "prefix-sms", sms, expected)
+        expected = "1 to 100 with --sm-policy thread-cap, 0 with any other"
+        _require(1 <= percent <= 100 if policy == "thread-cap" else percent == 0, "prefix-percent", percent, expected)
 
     def _validate_sampling(self) -> None:
         """The trainer's log-probabilities are over the whole vocabulary at the engine's temperature."""
@@ -224,22 +248,97 @@ TINY = Config(
 )
 
 
-def parse(argv: list[str]) -> Config:
+def parse(argv: list[str], chosen: plan.Settings | None = None) -> Config:
     """The command line on top of the preset of its --model: TINY for tiny, the published recipe (Config's defaults)
-    otherwise."""
+    otherwise, with the planner's settings if there are any."""
     name = next((argv[i + 1] for i, a in enumerate(argv[:-1]) if a == "--model"), None)
     name = next((a.removeprefix("--model=") for a in argv if a.startswith("--model=")), name)
     default = TINY if name in (None, "tiny") else Config()
+    default = default if chosen is None else _with(default, chosen)
     return tyro.cli(Config, default=default, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def _with(config: Config, chosen: plan.Settings) -> Config:
+    """`config` with what the planner chose; flags on the command line still override it."""
+    sizes = {name: getattr(chosen, name) for name in ("kv_cache_gib", "max_num_seqs", "max_num_batched_tokens")}
+    residency = dict(activations=chosen.activations, offload_gib=chosen.offload_gib or config.memory.offload_gib)
+    return replace(
+        config,
+        train_tp=chosen.train_tp,
+        rollout_tp=chosen.rollout_tp,
+        micro_batch=chosen.micro_batch,
+        rollout=replace(config.rollout, **sizes),
+        optimizer=replace(config.optimizer, chunk_mib=chosen.chunk_mib),
+        memory=replace(config.memory, **residency),
+    )
 
 
 def configure(argv: list[str], world: int) -> Config:
     """Parse and check everything that can be checked before anything starts. Raises ValueError with the field and the
-    fix."""
+    fix.
+
+    Where the size of the GPUs is known, degrees, micro-batch, KV cache and chunks that the command line leaves open are
+    the planner's.
+    """
     config = parse(argv)
+    world = config.gpus or world
+    with suppress(ValueError):  # nothing fits, by the plan: explain() says so, and the run may try
+        config = parse(argv, chosen(config, world))
     config.validate(world)
     _check_model(config, configs.load_config(config.model), world)
     return config
+
+
+def chosen(config: Config, world: int) -> plan.Settings | None:
+    """What the planner proposes for this many GPUs; None for the tiny model, or if the size of a GPU is not known.
+    Raises ValueError with the planner's verdict where nothing fits."""
+    hbm_bytes = _hbm_bytes(config)
+    if config.model == "tiny" or not hbm_bytes:
+        return None
+    return plan.choose(configs.load_config(config.model), world, hbm_bytes, 0, workload(config), config.memory)
+
+
+def explain(config: Config, world: int) -> str:
+    """What was chosen and why; with --dry-run also every object by phase, and whether it fits."""
+    world, hbm_bytes, text = config.gpus or world, _hbm_bytes(config), ""
+    given = f"{world} GPUs of {hbm_bytes / 2**30:.0f} GiB"
+    try:
+        if (settings := chosen(config, world)) is not None:
+            text = f"chosen for {given}, where no flag says otherwise:\n{plan.choice(settings)}\n"
+    except ValueError as error:
+        text = f"no settings were found for {error}\n"
+    if config.dry_run:
+        degrees = world, config.tp(world), config.rollout_tp
+        planned = plan.plan(configs.load_config(config.model), *degrees, workload(config), config.memory)
+        text += f"{config.model}: {plan.report(planned, hbm_bytes or 80 * 2**30)}\n"
+    return text
+
+
+def _hbm_bytes(config: Config) -> int:
+    """Size to plan for: the limit given, this host's GPUs, or in a dry run without either 80 GiB; 0 if unknown."""
+    return int(config.memory.hbm_limit_gib * 2**30) or memory.gpu_bytes() or (80 * 2**30 if config.dry_run else 0)
+
+
+def workload(config: Config) -> plan.Workload:
+    """The largest step that the configuration allows, as the planner wants it."""
+    prompt, most = config.data.max_prompt_tokens, config.data.max_frames // 2 * (config.data.max_pixels // 28**2)
+    return plan.Workload(
+        prompts=config.prompts,
+        n=config.rollout.n,
+        prompt_tokens=prompt,
+        visual_tokens=min(prompt, most),
+        response_tokens=config.rollout.max_new_tokens,
+        micro_batch=config.micro_batch,
+        kv_cache_gib=config.rollout.kv_cache_gib,
+        max_num_seqs=config.rollout.max_num_seqs,
+        max_num_batched_tokens=config.rollout.max_num_batched_tokens,
+        chunk_mib=config.optimizer.chunk_mib,
+        dtype=config.dtype,
+        qkv=config.qkv,
+        overlap=config.overlap,
+        reference=config.algo.kl_coef > 0,
+        device="cuda" if memory.gpu_bytes() or config.dry_run else "cpu",
+    )
 
 
 def _check_model(config: Config, hf_config, world: int) -> None:
@@ -337,6 +436,7 @@ class Ranks:
 def join(config: Config) -> Ranks:
     """Join torchrun's process group and build Megatron's parallel state. Collective over all ranks."""
     torch.set_num_threads(1)  # a fixed reduction order, and the engines want the other cores
+    sched.share_gpu(config.overlap, config.sm_policy, config.prefix_percent)  # before CUDA starts
     memory.select_device(int(os.environ["LOCAL_RANK"]))
     memory.answer_cuda_queries()
     if not dist.is_initialized():
@@ -396,9 +496,11 @@ class Trainer:
         if not policy.weight_sharing:
             sizes["engine_weights"] = self.plan.nbytes
         tags = {"fused_qkv": "snapshot", "workspace": "optimizer_state", "state": "optimizer_state"}
-        self.arena = memory.Arena(sizes, self.ledger, tags)
         lend = int(policy.offload_gib * 2**30) if policy.activations == "offload" else 0
         on_host = memory.align(sizes.get("reference", 0)) + (state if policy.state_offload else 0)
+        processes = 1 + (1 / config.rollout_tp if config.rollout_tp > 1 else 0)  # a worker, and what drives several
+        memory.check_host(on_host + lend, sum(sizes.values()), int(plan.ENGINE_HOST_GIB * 2**30 * processes))
+        self.arena = memory.Arena(sizes, self.ledger, tags)
         self.pool = memory.HostPool(on_host, lend)
         fused = self.arena.acquire("fused_qkv") if config.qkv == "fused" else None
         copy = None if policy.weight_sharing else self.arena.acquire("engine_weights")
@@ -484,7 +586,7 @@ class Trainer:
             policy,
             micro_batch=config.micro_batch,
             log=self.log,
-            prefix_stream=memory.stream(config.prefix_sms),
+            partition=sched.Partition(sched.candidates(config.sm_policy, config.prefix_sms)),
         )
 
     def freeze_reference(self, saved: Path | None = None) -> None:
@@ -629,7 +731,9 @@ def warm_up(trainer: Trainer, step: int, position: int) -> tuple[float, int]:
     samples, targets = trainer.mine(samples), trainer.mine(targets)
     for i in range(0, len(samples), size):
         prefix = trainer.actor.prefix(samples[i : i + size])
-        loss = -sum(logprobs.sum() for logprobs in trainer.actor.suffix(prefix, targets[i : i + size], 1.0))
+        batch = targets[i : i + size]
+        logprobs = trainer.actor.suffix(prefix, batch, [[target.numel()] for target in batch], 1.0)
+        loss = -sum(values.sum() for values in logprobs)
         loss.backward()
         trainer.actor.prefix_backward(prefix)
         total += loss.item()
@@ -721,6 +825,7 @@ def _metrics(
         truncated=sum(r.finish_reason == "length" for r in responses),
         nll=-sum(sum(r.logprobs) for r in responses),
         prompt_tokens=sum(len(group.sample.input_ids) for group in groups),
+        visual_tokens=sum(int(group.sample.grid_thw.prod(-1).sum()) // 4 for group in groups),
         flops=sum(_group_flops(trainer, group) for group in groups),
         chance=[1 / len(group.sample.options) for group in groups if group.sample.options],
         peaks={phase: sum(trainer.ledger.peaks.get(phase, {}).values()) for phase in "123"},
@@ -756,6 +861,7 @@ def _metrics(
         "response_tokens_mean": sum(lengths) / len(lengths),
         "truncated_fraction": sum(r["truncated"] for r in replicas) / len(lengths),
         "prompt_tokens_mean": sum(r["prompt_tokens"] for r in replicas) / trainer.config.prompts,
+        "visual_tokens_mean": sum(r["visual_tokens"] for r in replicas) / trainer.config.prompts,
         "grad_norm": info.grad_norm,
         "lr": info.lr,
         "skipped": info.skipped,
@@ -935,6 +1041,16 @@ def facts(trainer: Trainer) -> str:
     return "\n".join(lines + [f"  {name:32s} {nbytes / 2**20:10.2f} MiB  {text}" for name, nbytes, text in rows])
 
 
+def write_plan(trainer: Trainer, metrics: dict) -> None:
+    """RUN/plan.json: what the planner expects in each phase of a step like this one, for `bench.py memory`."""
+    config, ranks = trainer.config, trainer.ranks
+    tokens = {f"{name}_tokens": math.ceil(metrics[f"{name}_tokens_mean"]) for name in ("prompt", "visual", "response")}
+    step = replace(workload(config), **tokens)
+    planned = plan.plan(trainer.actor.config, ranks.world, ranks.tp, config.rollout_tp, step, config.memory)
+    phases = {phase: planned.peak(phase).bytes for phase in "123"}
+    (trainer.run_dir / "plan.json").write_text(json.dumps({"phase": phases}, indent=1))
+
+
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
 
@@ -989,8 +1105,8 @@ class Ends:
 
     def _first(self, reason: str) -> bool:
         """Whether this rank is the first to report: the others fail only because it did."""
-        if self._store is None:  # nothing is distributed yet, and every rank sees the same error
-            return self.rank == 0
+        if self._store is None:  # nothing is distributed yet, and every rank of a host sees the same error
+            return os.environ.get("LOCAL_RANK", "0") == "0"
         try:
             return self._store.compare_set("rollplex/failure", "", reason).decode() == reason
         except RuntimeError:  # torchrun is gone, and the store with it
@@ -1017,12 +1133,15 @@ def prepare_run(config: Config, ranks: Ranks) -> tuple[Path, Path]:
     return run_dir, model_dir
 
 
-def train(config: Config, ends: Ends) -> None:
+def train(config: Config, text: str, ends: Ends) -> None:
     ranks = join(config)
     ends.connect()
+    memory.check_device()  # each rank its own GPU: the first to fail says so
     run_dir, model_dir = prepare_run(config, ranks)
     log = Log(config, run_dir, ranks)
     log.say(json.dumps(asdict(config)))
+    if text:
+        log.say(text.rstrip())
     ends.trainer = trainer = Trainer(config, ranks, run_dir, model_dir)
     ends.timeline, ends.run_dir = trainer.timeline, run_dir
     log.say(facts(trainer))
@@ -1054,6 +1173,8 @@ def train(config: Config, ends: Ends) -> None:
         if config.eval_every and (step + 1) % config.eval_every == 0:
             metrics |= evaluate(trainer, step)
         log.step(step, metrics, trainer.timeline)
+        if step == first and ranks.rank == 0:
+            write_plan(trainer, metrics)
         if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0:
             save_checkpoint(trainer, step + 1, position)
 
@@ -1073,6 +1194,10 @@ def main() -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
         config = configure(sys.argv[1:], world)
+        text = explain(config, world) if rank == 0 else ""
+        if config.dry_run:
+            print(text, end="")
+            return
         _require(
             "RANK" in os.environ,
             "nproc-per-node",
@@ -1085,7 +1210,7 @@ def main() -> None:
         sys.exit(2)
     ends = Ends(rank)
     try:
-        train(config, ends)
+        train(config, text, ends)
     except ValueError as error:
         ends.fail(str(error), 2)
     except BaseException as error:

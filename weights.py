@@ -383,10 +383,19 @@ def bind_engine(model: torch.nn.Module, snapshot: torch.Tensor, plan: Layout) ->
             raise RuntimeError(
                 f"engine parameter {name} has shape {tuple(parameter.shape)}, layout {tuple(views[name].shape)}"
             )
-        parameter.data = views[name]
+        _place(parameter, views[name])
     if snapshot.device.type == "cpu":
         _keep_weights_in_place(model)
     return len(named)
+
+
+def _place(parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
+    """Put `view` behind `parameter`, which stays the same object (tied modules hold it) with its class and attributes.
+
+    Assigning .data would do, were it not that a parameter without memory is on another device, "meta"."""
+    placed = torch.nn.Parameter(view, requires_grad=parameter.requires_grad)
+    placed.__class__, placed.__dict__ = parameter.__class__, parameter.__dict__
+    torch.utils.swap_tensors(parameter, placed)
 
 
 def _keep_weights_in_place(model: torch.nn.Module) -> None:

@@ -2,6 +2,7 @@
 compared."""
 
 import json
+import sched
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +67,23 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def chosen_partitions(trainer: "train.Trainer", state: dict) -> list[tuple[str, dict]]:
+    """Steps with a choice of SMs, which a CPU's streams ignore: the choice, its serial step and what ranks tell each
+    other are as on a GPU."""
+    partition = trainer.schedule.partition = sched.Partition((0, 8))
+    runs = [(f"prefix, choice {i}", run_step(trainer, "prefix", state, 0)) for i in range(5)]
+    assert [m.sms for m in partition.history[:4]] == [0, None, 0, 8] and partition.history[4].sms in (0, 8)
+    assert all(m.decode_s > 0 and m.decode_steps > 0 and m.prefix_tokens > 0 for m in partition.history)
+    assert all(m.prefix_s > 0.001 for m in partition.history if m.sms is not None), partition.history
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, partition.history, group=trainer.ranks.control)
+    assert all(other == partition.history for other in everyone), "ranks measured or chose differently"
+    names = {event["name"] for event in runs[1][1]["events"] if event["tid"] == "train"}
+    assert "reference prefix" in names and runs[1][1]["seconds"].keys().isdisjoint({"reference prefix", "actor prefix"})
+    trainer.schedule.partition = sched.Partition()
+    return runs
+
+
 def check(trainer: "train.Trainer") -> None:
     trainer.freeze_reference()
     for i in range(2):  # move away from the reference, so that the KL term has a gradient
@@ -86,6 +104,7 @@ def check(trainer: "train.Trainer") -> None:
         trainer.schedule.policy = replace(own, activations=activations)
         runs.append((f"prefix, {activations}", run_step(trainer, "prefix", state, 0)))
     trainer.schedule.policy = own
+    runs += chosen_partitions(trainer, state)
     assert trainer.pool.lent_bytes == 0 < trainer.pool.lent_peak_bytes  # offload used the pool, and gave all back
     assert shared_us >= 1000, "prefixes did not run beside the engines"
 

@@ -1,5 +1,6 @@
 """rollout.py with a real engine: one copy of the weights, the trainer's policy, caches, reproducibility, clean ends."""
 
+import json
 import os
 import re
 import signal
@@ -32,22 +33,28 @@ QUESTION = "<|im_start|>user\n{}Which color is it?<|im_end|>\n<|im_start|>assist
 class Policy:
     """A tiny random model in an arena, as a trainer owns it, and transformers' model with the same weights."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, vocab: int = 384, tied: bool = False, q: int = 1, qkv: str = "split"):
         self.model_dir = configs.make_model_dir("tiny", root)
+        path = self.model_dir / "config.json"
+        changed = json.loads(path.read_text()) | {"tie_word_embeddings": tied}
+        changed["text_config"]["vocab_size"] = vocab
+        path.write_text(json.dumps(changed))
         self.config = configs.load_config(str(self.model_dir))
-        self.plan, self.binding, (self.arena,) = self.share(1)
+        self.plan, self.binding, (self.arena,) = self.share(1, q, qkv)
         self.bytes = self.arena.acquire("snapshot")
         self.views = weights.engine_views(self.bytes, self.plan)
         self.processor = AutoProcessor.from_pretrained(self.model_dir)
 
-    def share(self, tp: int) -> tuple[weights.Layout, Binding, list[memory.Arena]]:
-        """The same initial weights, laid out for engines of `tp` workers, each with its own arena."""
-        plan = weights.layout(self.config, tp, tp, "split", torch.float32)
+    def share(self, tp: int, q: int = 1, qkv: str = "split") -> tuple[weights.Layout, Binding, list[memory.Arena]]:
+        """The same initial weights, laid out for engines of `tp` workers, each with its own arena, and a trainer of
+        q·tp ranks."""
+        plan = weights.layout(self.config, q * tp, tp, qkv, torch.float32)
         arenas = [memory.Arena({"snapshot": plan.nbytes}) for _ in range(tp)]
+        fused = torch.zeros(weights.fused_nbytes(plan), dtype=torch.uint8)
         for rank, arena in enumerate(arenas):
-            weights.init_random(weights.Snapshot(plan, rank, arena.acquire("snapshot"), None), 3, self.config)
+            weights.init_random(weights.Snapshot(plan, q * rank, arena.acquire("snapshot"), fused), 3, self.config)
         handles = tuple(arena.handle("snapshot") for arena in arenas)
-        return plan, Binding(str(self.model_dir), handles, plan.nbytes, tp, "split", "float32"), arenas
+        return plan, Binding(str(self.model_dir), handles, plan.nbytes, q * tp, qkv, "float32"), arenas
 
     def prompt(self, text: str, frames: np.ndarray | None = None, fps: float = 2.0) -> SimpleNamespace:
         """A prompt for both sides, expanded by transformers' processor. frames [T, H, W, 3] uint8."""
@@ -88,6 +95,7 @@ class Policy:
                 else f"model.{'' if name.startswith('visual') else 'language_model.'}{name}"
             )
             values[name] = tensor.t() if slot.logical.axis == 1 else tensor
+        values.setdefault("lm_head.weight", values["model.language_model.embed_tokens.weight"])  # tied
         model.load_state_dict(values)
         ids = torch.tensor([prompt.expanded + tokens])
         pixels = {k: v for k, v in prompt.made.items() if "pixel" in k or "grid_thw" in k}
@@ -157,10 +165,42 @@ def test_every_parameter_lies_in_the_snapshot(engine, policy):
     (worker,) = engine.report()
     low, size = worker["snapshot"]
     assert size == policy.plan.nbytes and worker["outside"] == []
+    assert worker["loading"]["parameter_bytes"] == 0
     assert worker["parameters"].keys() == policy.views.keys()
     for name, (start, nbytes) in worker["parameters"].items():
         here = policy.views[name]
         assert (start - low, nbytes) == (here.data_ptr() - policy.bytes.data_ptr(), here.nbytes), name
+
+
+def test_an_engine_starts_without_memory_for_weights(tmp_path):
+    """What building the model takes does not grow with it: 136 MB here, tied, Case 3, for one of two engines."""
+    policy = Policy(tmp_path, vocab=2**18, tied=True, q=2, qkv="fused")
+    forbidden = configs.forbidden_ids(policy.config)
+    with EngineClient(
+        CONFIG, policy.binding, engine=4, max_prompt_tokens=MAX_PROMPT, forbidden_ids=forbidden, run_dir=tmp_path
+    ) as client:
+        client.ready()
+        (worker,) = client.report()
+        prompt = policy.prompt("Which?")
+        response = greedy(client, prompt)
+    assert worker["outside"] == [] and worker["snapshot"][1] == policy.plan.nbytes > 128 << 20
+    assert worker["loading"]["parameter_bytes"] == 0 and worker["loading"]["made_bytes"] < 8 << 20  # rotary tables
+    expected = policy.logprobs(prompt, response.token_ids, 1.0)
+    assert (torch.tensor(response.logprobs) - expected).abs().max() <= 1e-4
+
+
+def test_a_tensor_left_without_memory_is_named():
+    with torch.device("cpu"), rollout._WithoutMemory(torch.device("cpu")) as building:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.RMSNorm(2))
+        model.register_buffer("cache", torch.zeros(3).cos())  # real, 12 bytes and 12 more
+        model[0].table = torch.empty(3)
+        model.register_buffer("scale", torch.ones(()))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.cache.tolist() == [1, 1, 1] and building.made_bytes == 24
+    for parameter in model.parameters():
+        weights._place(parameter, torch.zeros(parameter.shape))
+    with pytest.raises(RuntimeError, match=r"2 tensors of the engine's model have no memory, \['scale', '0.table'\]"):
+        building.check(model)
 
 
 def test_the_trainers_environment_is_not_inherited(engine):
@@ -249,6 +289,23 @@ def test_the_end_token_stops_a_response(engine, policy):
     assert all(
         r.finish_reason == "length" and len(r.token_ids) == CONFIG.max_new_tokens for r in responses if r not in stopped
     )
+
+
+def test_given_lengths_are_met_and_leave_the_distribution_alone(engine, policy):
+    """The end token is sampled as often as any other and ends nothing; log-probabilities count it in."""
+    end, prompt, lengths = policy.config.text_config.eos_token_id, policy.prompt("Which?"), tuple(range(9, 25))
+    policy.views["language_model.lm_head.weight"].zero_()  # every allowed id equally likely: 380 of them
+    requests = [Request(str(i), prompt.ids, [], 16, seed=i, lengths=lengths) for i in range(8)]
+    responses = generate(engine, *requests)
+    assert [len(r.token_ids) for r in responses] == 8 * list(lengths)
+    passed = [r for r in responses if end in r.token_ids[:-1]]
+    assert passed  # 2112 tokens, so 5.6 expected
+    for response in (*passed[:2], responses[3]):
+        expected = policy.logprobs(prompt, response.token_ids, 1.0)
+        assert (torch.tensor(response.logprobs) - expected).abs().max() <= 1e-4
+    for wrong in ((5,), (5,) * 15 + (0,), (5,) * 15 + (CONFIG.max_new_tokens + 1,)):
+        with pytest.raises(ValueError, match="request 0 has lengths .* expected 16 from 1 to .*max_new_tokens 24"):
+            engine.generate([replace(requests[0], lengths=wrong)])
 
 
 # ---- caches ----------------------------------------------------------------------------------------------------------
@@ -486,8 +543,12 @@ def test_tensor_parallel_engine(engine, policy, tmp_path):
         double = greedy(client, prompt)
         assert double.token_ids == single.token_ids
         assert np.abs(np.subtract(double.logprobs, single.logprobs)).max() < 1e-4
+        (whole,) = engine.report()
         for worker in client.report():
             assert worker["outside"] == [] and worker["snapshot"][1] == plan.nbytes
+            assert worker["loading"]["parameter_bytes"] == 0
+            for name, (_, nbytes) in worker["parameters"].items():  # mm_encoder_tp_mode="data": the whole vision tower
+                assert not name.startswith("visual.") or nbytes == whole["parameters"][name][1], name
         assert all(worker["resident_after"] == 0 for worker in client.release_kv())
         members = rollout._session_members(client.process.pid)
         names = set().union(*(shared_memory(pid) for pid in members))
