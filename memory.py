@@ -138,10 +138,11 @@ def check_device() -> None:
 def host_limit(held_bytes: int = 0, root: Path = Path("/")) -> tuple[int, str]:
     """Bytes that the processes of this control group may hold together, and where it says so: the least memory limit
     of the group and its parents (version 1 or 2, at the usual mount points), or what the host has available with the
-    held_bytes that the run has taken already."""
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    limits = [((available << 10) + held_bytes, "MemAvailable of /proc/meminfo")]
+    held_bytes that the run has taken already. A limit above the host's memory is a virtual machine's whose memory grows
+    as it is used, so what is available there now says nothing."""
+    lines = [line.split() for line in (root / "proc/meminfo").read_text().splitlines()]
+    sizes = {words[0]: int(words[1]) << 10 for words in lines if words[0] in ("MemTotal:", "MemAvailable:")}
+    limits = []
     groups = root / "proc/self/cgroup"
     for line in groups.read_text().splitlines() if groups.exists() else []:
         _, controllers, path = line.split(":", 2)
@@ -155,13 +156,18 @@ def host_limit(held_bytes: int = 0, root: Path = Path("/")) -> tuple[int, str]:
             parts = [part for part in path.split("/") if part]
             for depth in range(len(parts), -1, -1):
                 file = Path(root / place, *parts[:depth], name)
-                if file.is_file() and (text := file.read_text().strip()) != "max":
+                if file.is_file() and (text := file.read_text().strip()) != "max" and int(text) < 2**60:
                     limits.append((int(text), f"{name} of {file.parent}"))
+    if all(limit <= sizes["MemTotal:"] for limit, _ in limits):
+        limits.append((sizes["MemAvailable:"] + held_bytes, "MemAvailable of /proc/meminfo"))
     return min(limits)
 
 
-def check_host(pool_bytes: int, region_bytes: int, engine_bytes: int, root: Path = Path("/")) -> None:
-    """Raise ValueError if this host's ranks need more host memory than its limit, before any of it is allocated.
+def check_host(
+    pool_bytes: int, region_bytes: int, engine_bytes: int, limit_bytes: int = 0, root: Path = Path("/")
+) -> None:
+    """Raise ValueError if this host's ranks need more host memory than limit_bytes (0: host_limit's), before any of it
+    is allocated.
 
     Every rank of the host calls it with its own needs, which are taken to be all ranks': pool_bytes is its HostPool,
     region_bytes its arena (host memory on a CPU only), engine_bytes what its share of the engines takes."""
@@ -172,13 +178,13 @@ def check_host(pool_bytes: int, region_bytes: int, engine_bytes: int, root: Path
         "engines": ranks * engine_bytes,
         "trainers": ranks * host_bytes(),  # as they are now
     }
-    limit, source = host_limit(needs["trainers"], root)
+    limit, source = (limit_bytes, "--memory.host-limit-gib") if limit_bytes else host_limit(needs["trainers"], root)
     if sum(needs.values()) > limit:
         split = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in needs.items() if nbytes)
         raise ValueError(
             f"host memory: this host's ranks ({ranks}) need {_size(sum(needs.values()))} ({split}), but {_size(limit)} "
             f"are all that {source} allows: lower --memory.offload-gib or use --memory.activations "
-            "recompute, run fewer ranks on a host, or raise the limit"
+            "recompute, run fewer ranks on a host, or raise the limit (--memory.host-limit-gib if you know better)"
         )
 
 
@@ -335,12 +341,15 @@ class MemoryConfig:
     hbm_limit_gib: float = 0.0
     """Behave as a device of this size, GiB: what would exceed it is an error that names the object and the phase. 0:
     the device's own size, or no limit on a CPU."""
+    host_limit_gib: float = 0.0
+    """Host memory that the ranks of a host and their engines may need together, GiB; checked at the start. 0: the
+    memory limit of the control group, or what the host has available."""
     sample_ms: float = 25.0
     """Interval of the memory log, RUN/memory-*.jsonl, in milliseconds; 50 or less shows every phase. 0 writes none."""
 
     def validate(self) -> None:
         """Raise ValueError naming the field, its value and the fix."""
-        for name in ("hbm_limit_gib", "sample_ms", "offload_gib"):
+        for name in ("hbm_limit_gib", "host_limit_gib", "sample_ms", "offload_gib"):
             value = getattr(self, name)
             if value < 0:
                 raise ValueError(f"--memory.{name.replace('_', '-')} {value}: expected 0 or more")

@@ -499,7 +499,8 @@ class Trainer:
         lend = int(policy.offload_gib * 2**30) if policy.activations == "offload" else 0
         on_host = memory.align(sizes.get("reference", 0)) + (state if policy.state_offload else 0)
         processes = 1 + (1 / config.rollout_tp if config.rollout_tp > 1 else 0)  # a worker, and what drives several
-        memory.check_host(on_host + lend, sum(sizes.values()), int(plan.ENGINE_HOST_GIB * 2**30 * processes))
+        needs = on_host + lend, sum(sizes.values()), int(plan.ENGINE_HOST_GIB * 2**30 * processes)
+        memory.check_host(*needs, int(policy.host_limit_gib * 2**30))
         self.arena = memory.Arena(sizes, self.ledger, tags)
         self.pool = memory.HostPool(on_host, lend)
         fused = self.arena.acquire("fused_qkv") if config.qkv == "fused" else None

@@ -302,6 +302,8 @@ V1 = "9:pids:/\n4:cpu,memory:/docker/abc/job\n1:name=systemd:/init\n0::/\n"
               "memory/docker/memory.limit_in_bytes": UNLIMITED}, 4, "docker/abc/job"),
         (V1, {"memory/docker/memory.limit_in_bytes": "4294967296\n",
               "memory/docker/abc/job/memory.limit_in_bytes": UNLIMITED}, 4, "docker"),
+        ("0::/\n", {"memory.max": str(230 << 30)}, 200, "MemAvailable"),  # below what is there, above what is free
+        ("0::/\n", {"memory.max": str(512 << 30)}, 512, "memory.max of"),  # a virtual machine grows: 252 now
         ("4:cpu:/\n", {"memory/memory.limit_in_bytes": "4294967296\n"}, 200, "MemAvailable"),  # no memory controller
     ],
 )  # fmt: skip
@@ -321,17 +323,20 @@ def test_the_needs_of_all_local_ranks_count(tmp_path, monkeypatch):
     root = host(tmp_path, "0::/\n", {"sys/fs/cgroup/memory.max": str(100 * GIB)})
     mine = memory.host_bytes()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    memory.check_host(15 * GIB, 2 * GIB, 5 * GIB, root)  # 88 GiB and the ranks themselves
+    memory.check_host(15 * GIB, 2 * GIB, 5 * GIB, root=root)  # 88 GiB and the ranks themselves
     with pytest.raises(ValueError, match="--memory.offload-gib") as error:
-        memory.check_host(20 * GIB, 2 * GIB, 5 * GIB, root)  # 108
+        memory.check_host(20 * GIB, 2 * GIB, 5 * GIB, root=root)  # 108
     text = str(error.value)
     assert "this host's ranks (4) need" in text and "host pools 80.00 GiB" in text and "engines 20.00 GiB" in text
     assert "100.00 GiB are all that memory.max of" in text
     assert ("arenas 8.00 GiB" in text) == (memory.device().type == "cpu")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    memory.check_host(20 * GIB, 2 * GIB, 5 * GIB, root)
+    memory.check_host(20 * GIB, 2 * GIB, 5 * GIB, root=root)
+    memory.check_host(120 * GIB, 2 * GIB, 5 * GIB, 200 * GIB, root)  # who runs it knows better
+    with pytest.raises(ValueError, match="20.00 GiB are all that --memory.host-limit-gib allows"):
+        memory.check_host(20 * GIB, 2 * GIB, 5 * GIB, 20 * GIB, root)
     with pytest.raises(ValueError, match="trainers"):  # the ranks' own processes count
-        memory.check_host(0, 0, 100 * GIB - mine // 2, root)
+        memory.check_host(0, 0, 100 * GIB - mine // 2, root=root)
 
 
 def test_a_gpu_that_pytorch_cannot_use_is_an_error_with_its_reason(tmp_path, monkeypatch):
