@@ -817,7 +817,7 @@ def _metrics(
 ) -> dict:
     """What README's table explains, from sums over all replicas. Collective over all ranks."""
     responses = [r for group in groups for r in group.responses]
-    stats = trainer.schedule.rollout
+    stats, history = trainer.schedule.rollout, trainer.schedule.partition.history
     mine = dict(
         sums={name: value.item() for name, value in sums.items()},
         rewards=[(group.sample.source, reward) for group in groups for reward in group.rewards.tolist()],
@@ -867,6 +867,7 @@ def _metrics(
         "lr": info.lr,
         "skipped": info.skipped,
         "bad_samples": trainer.loader.bad,
+        **({"prefix_sms": history[-1].sms} if history and trainer.schedule.overlap == "prefix" else {}),
         "generate_s": (generate_s := max(r["generate_s"] for r in everyone)),
         "tok_s_generate": sum(lengths) / max(generate_s, 1e-9),
         "step_s": step_s,

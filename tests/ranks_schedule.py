@@ -75,6 +75,7 @@ def chosen_partitions(trainer: "train.Trainer", state: dict) -> list[tuple[str, 
     assert [m.sms for m in partition.history[:4]] == [0, None, 0, 8] and partition.history[4].sms in (0, 8)
     assert all(m.decode_s > 0 and m.decode_steps > 0 and m.prefix_tokens > 0 for m in partition.history)
     assert all(m.prefix_s > 0.001 for m in partition.history if m.sms is not None), partition.history
+    assert [run["metrics"]["prefix_sms"] for _, run in runs] == [m.sms for m in partition.history]
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, partition.history, group=trainer.ranks.control)
     assert all(other == partition.history for other in everyone), "ranks measured or chose differently"

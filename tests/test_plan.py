@@ -7,9 +7,9 @@ Run under torchrun (by test_formulas_…), the file itself measures: see _measur
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
-import time
 import weakref
 from dataclasses import fields, replace
 from itertools import product
@@ -348,7 +348,8 @@ def test_every_policy_makes_some_window_smaller():
         (dict(engine_release=False, kv_cache_gib=20.0), 80, "phase 2"),
         (dict(micro_batch=4), 80, "the first object beyond is suffix_activations"),
         (dict(response_tokens=1500), 80, "suffix_activations"),
-        (dict(prompt_tokens=8192, visual_tokens=8000, response_tokens=2048), 80, "is actor_boundary"),
+        (dict(prompt_tokens=8192, visual_tokens=8000, response_tokens=2048), 80, "is suffix_activations"),
+        (dict(prompts=256), 80, "is actor_boundary"),
         (dict(kv_cache_gib=70.0), 80, "the first object beyond is rollout_kv"),
     ],
 )
@@ -367,10 +368,10 @@ def test_the_cheapest_change_really_fits(changes, gib, message):
 def test_no_needless_change_is_named():
     """Of several changes none could be left out; a policy that is off is switched on before anything that costs."""
     config = configs.load_config("qwen2.5-vl-32b")
-    p = plan.plan(config, 8, 8, 8, Workload(), MemoryConfig(activations="recompute", weight_sharing=False))
+    p = plan.plan(config, 8, 8, 4, Workload(), MemoryConfig(activations="recompute", weight_sharing=False))
     changes, _ = plan.cheapest(p, 80 * GIB)
     assert [change.text for change in changes] == ["without --memory.no-weight-sharing"]
-    p = p.replan(weight_sharing=True, rollout_tp=4)
+    p = p.replan(weight_sharing=True)
     for limit in range(60, 81):  # at some of them the KV cache is made smaller, and then need not have been
         for q in (p.replan(kv_cache_gib=34.0), p.replan(activations="keep", micro_batch=8, kv_cache_gib=60.0)):
             changes, fixed = plan.cheapest(q, limit * GIB)
@@ -437,7 +438,7 @@ def test_choose_fits_and_no_smaller_rollout_degree_does(name, world, gib):
 
 def test_choose_takes_the_papers_degrees_where_its_model_just_fits():
     config = configs.load_config("qwen2.5-vl-32b")
-    s = plan.choose(config, 8, 96 * GIB, 0, Workload())
+    s = plan.choose(config, 8, 80 * GIB, 0, Workload())
     assert (s.train_tp, s.rollout_tp, s.activations) == (8, 4, "recompute")
     tight = s.plan.peak_bytes / (1 - plan.RESERVE / 2)  # would fit, but into half of the reserve
     assert plan.choose(config, 8, tight, 0, Workload()).plan.peak_bytes <= tight * (1 - plan.RESERVE)
@@ -473,9 +474,14 @@ def _run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_command_line_answers_fast_and_needs_neither_megatron_nor_vllm():
-    start = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = _run("--model", "qwen2.5-vl-32b", "--train-tp", "8", "--rollout-tp", "4")
-    assert done.returncode == 0 and time.monotonic() - start < 15, done.stderr  # 4 s on an idle machine
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert done.returncode == 0 and seconds < 15, (
+        seconds,
+        done.stderr,
+    )  # of a core: 4.5; a shared machine takes longer
     for text in (
         "actor: FP32 Adam moments",
         "prefix_activations",
@@ -489,9 +495,9 @@ def test_command_line_answers_fast_and_needs_neither_megatron_nor_vllm():
 
 
 def test_without_degrees_it_says_how_many_gpus(capsys):
-    plan.main(["--model", "qwen2.5-vl-7b", "--hbm-gib", "96"])
+    plan.main(["--model", "qwen2.5-vl-7b", "--hbm-gib", "80"])
     printed = capsys.readouterr().out
-    assert "1 GPU of 96 GiB, 5% in reserve: nearest is" in printed and "2 GPUs of 96 GiB are enough" in printed
+    assert "1 GPU of 80 GiB, 5% in reserve: nearest is" in printed and "2 GPUs of 80 GiB are enough" in printed
     assert "\nfits: " in printed
 
 

@@ -572,7 +572,7 @@ def test_a_killed_engine_is_reported(engine, policy):  # the last test that uses
     os.kill(engine.process.pid, signal.SIGKILL)
     with pytest.raises(EngineDied) as error:
         engine.wait()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 10
     text = str(error.value)
     assert "engine 0 ended in phase 'generate'; exit code -9; last message: " in text
     assert "engine0.log" in text and "Initializing a V1 LLM engine" in Path(engine.log_path).read_text()
