@@ -83,7 +83,7 @@ _ROLES = {
     "actor": ("actor_boundary", "prefix_activations", "suffix_activations", "logprobs", "gradient"),
     "optimizer": ("optimizer_state",),
 }
-_MIB = 2**20
+MIB = 2**20
 
 Record = dict  # one line of metrics.jsonl
 Groups = dict[str, list[list[Record]]]  # group name -> one list of records per seed
@@ -566,7 +566,7 @@ def counted_peaks(run: Path, step: int | None) -> str:
         return "no whole step in metrics.jsonl"
     records = [record for record in read_metrics(run) if step is None or record["step"] == step]
     found = {p: [r[key] for r in records if (key := f"memory/phase{p}_peak_bytes") in r] for p in "123"}
-    shown = [f"phase {p} {max(values) / _MIB:.2f} MiB" for p, values in found.items() if values]
+    shown = [f"phase {p} {max(values) / MIB:.2f} MiB" for p, values in found.items() if values]
     return "counted object by object, highest of all GPUs: " + (", ".join(shown) or "n/a")
 
 
@@ -575,7 +575,7 @@ def _order(tags: Iterable[str]) -> list[str]:
 
 
 def _unit(nbytes: int) -> tuple[str, int]:
-    return ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", _MIB)
+    return ("GiB", 2**30) if nbytes >= 2**30 else ("MiB", MIB)
 
 
 def read_plan(run: Path) -> dict[str, dict[str, int]]:
@@ -683,7 +683,7 @@ def memory_series(records: list[Record], warm_up: float) -> tuple[list[int], dic
     kept = [record for record in kept if all(name in record for name in names)]
     if len(kept) < 3:
         raise ValueError(f"{len(records)} steps are too few: a slope and its error need 3 after the warm-up")
-    series = {name.removeprefix("memory/"): [record[name] / _MIB for record in kept] for name in names}
+    series = {name.removeprefix("memory/"): [record[name] / MIB for record in kept] for name in names}
     return [record["step"] for record in kept], series
 
 
@@ -784,7 +784,7 @@ def _covered(event: dict, others: list[dict]) -> float:
     return total
 
 
-def _print_table(rows: list[list[str]]) -> None:
+def print_table(rows: list[list[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print(
@@ -803,7 +803,7 @@ def curves(args: Curves) -> None:
     out = args.out or args.runs[0]
     out.mkdir(parents=True, exist_ok=True)
     rows = {name: summary(seeds) for name, seeds in groups.items()}
-    _print_table([["run", *next(iter(rows.values()))], *([name, *row.values()] for name, row in rows.items())])
+    print_table([["run", *next(iter(rows.values()))], *([name, *row.values()] for name, row in rows.items())])
     for name, seeds in groups.items():
         means = {phase: statistics.fmean(values[1:] or values) for phase, values in phase_seconds(seeds)[1].items()}
         shown = "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in means.items() if abs(seconds) >= 0.005)
@@ -820,7 +820,7 @@ def trace(args: Trace) -> None:
         shares = [f"{part:.3f} ({part / total:4.0%})" if total else "n/a" for part in inside]
         table.append([f"rank {rank} {name}", f"{total:.3f}", *shares])
     print(f"step {step}")
-    _print_table(table)
+    print_table(table)
     path = args.out or args.run / f"trace-step{step}.png"
     draw_trace(step, events, path)
     print(f"\nwrote {path}")
@@ -844,7 +844,7 @@ def memory_picture(args: Memory) -> None:
         chosen[name if name not in chosen else str(run)] = devices if window else [_trim(d) for d in devices]
         for device in devices:
             print(f"\n{name}")
-            _print_table(peak_table(device, read_plan(run)))
+            print_table(peak_table(device, read_plan(run)))
         if not args.window:
             print(counted_peaks(run, args.step))
     path = args.out or args.runs[0] / "memory.png"
@@ -862,7 +862,7 @@ def growth(args: Growth) -> None:
         row = [name, f"{statistics.fmean(values):.2f}", f"{slope:+.5f}", f"{error:.5f}", interval]
         table.append([*row, verdict(slope, half, args.tolerance_mib)])
     print(f"{len(steps)} steps, {steps[0]} to {steps[-1]}")
-    _print_table(table)
+    print_table(table)
     path = args.out or args.run / "growth.png"
     draw_growth(args.run, steps, series, path)
     print(f"\nwrote {path}")

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from bench import _MIB, Record, _print_table, events_by_step, overlap_table, read_metrics
+from bench import MIB, Record, events_by_step, overlap_table, print_table, read_metrics
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,6 @@ def compare_results(records: list[Record], events: dict[int, list[dict]]) -> lis
 
 
 def _judge(records: list[Record], none: dict[str, list], prefix: dict[str, list]) -> dict:
-
     serial, decode, alone = (_middle(none[key]) for key in ("step_s", "rollout_s", "prefixes_alone_s"))
     slowdown = _middle(prefix["rollout_s"]) - decode
     saved, most = (sched.saving_s(decode, alone, delta) for delta in (slowdown, 0.0))
@@ -220,7 +219,7 @@ def details(result: dict) -> list[list[str]]:
         rows.append([what, *(_spread(side[key], spec, scale) for side in sides)])
     for key in {key: None for side in sides for key in side if key.startswith("memory/")}:
         shown = key.removeprefix("memory/").replace("_bytes", "").replace("_", " ").replace("phase", "phase ")
-        rows.append([f"memory, {shown}, MiB", *(_spread(side.get(key, []), ".1f", 1 / _MIB) for side in sides)])
+        rows.append([f"memory, {shown}, MiB", *(_spread(side.get(key, []), ".1f", 1 / MIB) for side in sides)])
     for key in {key: None for side in sides[::-1] for key in side if key.startswith("phase/")}:
         values = [[value or 0.0 for value in side.get(key, [])] for side in sides]
         if any(max(found, default=0.0) >= 0.0005 for found in values):
@@ -327,7 +326,6 @@ def decode_samples(trainer, config) -> list:
 
 def prefixes_alone(trainer) -> float:
     """Seconds of a step's reference and actor prefixes with nothing beside them, on the slowest rank. Collective."""
-
     import torch.distributed as dist
 
     size, schedule = trainer.config.micro_batch, trainer.schedule
@@ -337,8 +335,7 @@ def prefixes_alone(trainer) -> float:
     schedule.ledger.enter("prefixes alone")
     dist.barrier(group=trainer.ranks.everyone)
     trainer.timeline.take()
-    schedule._reference_prefixes(batches)
-    schedule._actor_prefixes(batches)
+    schedule.prefixes(batches)
     seconds = sum(trainer.timeline.take()[1].values())
     del groups, batches  # and with them what autograd kept
     if schedule.log is not None:
@@ -464,12 +461,11 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
 def describe(workload: Workload, samples: list) -> str:
     """A line on what is computed, with the exact token counts."""
     tokens = sorted({len(sample.input_ids) for sample in samples})
-    visual = int(samples[0].grid_thw.prod(-1).sum()) // 4
     lengths = sorted(length for row in workload.lengths for length in row)
     return (
-        f"workload {workload.name}: {len(samples)} prompts of {' or '.join(map(str, tokens))} tokens, {visual} of them "
-        f"visual ({workload.frames} frames of {workload.side} × {workload.side}); {len(lengths)} responses of "
-        f"{lengths[0]} to {lengths[-1]} tokens, median {statistics.median(lengths):g}"
+        f"workload {workload.name}: {len(samples)} prompts of {' or '.join(map(str, tokens))} tokens, "
+        f"{samples[0].visual_tokens} of them visual ({workload.frames} frames of {workload.side} × {workload.side}); "
+        f"{len(lengths)} responses of {lengths[0]} to {lengths[-1]} tokens, median {statistics.median(lengths):g}"
     )
 
 
@@ -496,7 +492,7 @@ def report(args: Compare, run_dir: Path, trainer, workloads: list[Workload], flo
     print(f"\n{about}\n{_READ}")
     for table in tables:
         print()
-        _print_table(table)
+        print_table(table)
     print(f"\nwrote {run_dir / 'compare.md'} and compare.json; python bench.py trace {run_dir} --step N draws a step")
 
 

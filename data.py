@@ -160,6 +160,11 @@ class Sample:
     problem_type: str  # a key of reward.py's table
     options: list[str]
 
+    @property
+    def visual_tokens(self) -> int:
+        """Tokens of `input_ids` that stand for media; the vision tower sees four patches for each."""
+        return int(self.grid_thw.prod(-1).sum()) // 4
+
     @functools.cached_property
     def pixel_values(self) -> torch.Tensor | None:
         """[patches of all media, 1176] float32 on the CPU, bit-equal to transformers' processor. Computed at the first
@@ -550,7 +555,7 @@ def _print_table(dataset: Dataset, samples: list[Sample]) -> None:
         cells = ["n/a"] * 5
         if mine:
             lengths = [len(s.input_ids) for s in mine]
-            visual = [len(s.input_ids) - len(s.prompt_ids) + len(s.media) for s in mine]
+            visual = [s.visual_tokens for s in mine]
             frames = [sum(len(m.frames) for m in s.media) for s in mine]
             rates = [m.fps for s in mine for m in s.media if m.kind == "video"]
             cells = [f"{np.median(lengths):.0f}", f"{np.quantile(lengths, 0.95):.0f}", f"{np.median(visual):.0f}"]
@@ -598,12 +603,12 @@ def _draw_frames(sample: Sample, path: Path) -> None:
 
 def _show(dataset: Dataset, page: _Page, out: Path) -> None:
     sample = dataset[page.index]
-    visual = len(sample.input_ids) - len(sample.prompt_ids) + len(sample.media)
     print(f"\nrow {page.index} of {sample.source}, {sample.problem_type}:")
     for medium, clip in zip(sample.media, dataset.rows[page.index].media, strict=True):
         print(f"{clip.path}: {medium.kind} {medium.frames.shape} uint8, {medium.fps:.3g} frames/s")
     print(dataset.prompt_text(dataset.rows[page.index]))
-    print(f"{len(sample.input_ids)} prompt tokens, {visual} of them visual; grids {sample.grid_thw.tolist()}")
+    tokens = f"{len(sample.input_ids)} prompt tokens, {sample.visual_tokens} of them visual"
+    print(f"{tokens}; grids {sample.grid_thw.tolist()}")
     examples = [f"<answer>{sample.solution}</answer>", "<answer>?</answer>", sample.solution]
     for text in [page.answer] if page.answer else examples:
         print(f"reward of {text!r}: {reward(sample, text, True):g}")

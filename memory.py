@@ -31,6 +31,7 @@ To change what stays in device memory, edit CONTRACT and the acquire and release
 Arena.
 """
 
+import functools
 import json
 import mmap
 import os
@@ -208,6 +209,7 @@ def allocator_bytes() -> int:
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
 
 
+@functools.cache
 def gpu_bytes() -> int:
     """Size of this host's smallest GPU, 0 where there is none. Asks the driver's own tool: a CUDA call of ours would
     come before the environment that MPS reads."""
@@ -493,7 +495,7 @@ class Ledger:
         self.limit_bytes, self.phase = limit_bytes, "start-up"
         self.bytes: dict[str, int] = {}
         self.peaks: dict[str, dict[str, int]] = {}  # phase -> what was held when its total was highest
-        self._total, self._highest = 0, {"start-up": -1}
+        self._total, self._highest = 0, -1  # of all tags, now and at most in this phase
         self._storages: dict[int, list] = {}  # address -> [bytes, tag, users]
         self._lock = threading.RLock()  # reentrant: a finalizer may run inside add()
 
@@ -510,9 +512,11 @@ class Ledger:
             self._total += nbytes
             if self.limit_bytes is not None and tag not in _ALLOCATED:
                 limit_allocator(self.limit_bytes - sum(n for t, n in self.bytes.items() if t not in _ALLOCATED))
-            if self._total > self._highest[self.phase]:
-                self._highest[self.phase] = self._total
-                self.peaks[self.phase] = {t: n for t, n in self.bytes.items() if n}
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        if self._total > self._highest:
+            self._highest, self.peaks[self.phase] = self._total, {t: n for t, n in self.bytes.items() if n}
 
     def set(self, tag: str, nbytes: int) -> None:
         """Make `tag` stand at `nbytes`: for what another process holds on this device."""
@@ -522,9 +526,8 @@ class Ledger:
     def enter(self, phase: str) -> None:
         """A phase begins: its peak starts at what is held now."""
         with self._lock:
-            self.phase = phase
-            self._highest[phase] = -1
-            self.add("snapshot", 0)
+            self.phase, self._highest = phase, -1
+            self._note_peak()
 
     def track(self, tag: str, tensor: torch.Tensor, user: object) -> None:
         """Count the tensor's storage under `tag` until `user`, which holds it, is gone; a storage counts once."""

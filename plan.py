@@ -46,7 +46,6 @@ GPUS_PER_HOST = 8
 TRAINER_RUNTIME_GIB, ENGINE_RUNTIME_GIB = 1.0, 2.0
 # Host: measured on the CPU machine, engine 3 GiB, trainer 0.8 after its imports; the trainer's with room for CUDA.
 ENGINE_HOST_GIB, TRAINER_HOST_GIB = 3.0, 2.0
-START_COPIES = 0  # engines build their model without allocating weights (rollout.py); 1 would be a transient copy
 OFFLOAD_FACTOR = 1.2  # what two operations save is copied to the host twice: 1.09 to 1.16 measured on a CPU
 
 # B prompts, N responses a prompt, P prompt tokens, S response tokens, b bytes of an element. All sizes are of one GPU.
@@ -358,8 +357,7 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
     frozen = {"reference_boundary": boundary} if w.reference else {}
     reference, tokens, gradient = ({name: s[name]} for name in ("reference", "logprobs", "gradient"))
     update = gradient | {"optimizer_state": s["workspace"]}
-    starting = {"engine_weights": s["engine_weights"] * max(START_COPIES, not policy.weight_sharing)}
-    yield window("start-up", "engine and optimizer start", **starting, **update)
+    yield window("start-up", "engine and optimizer start", **update)
     if not ahead:
         yield window("1", "rollout", **kv)
     if ahead and w.reference:
@@ -381,15 +379,19 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
     yield window("3", "optimizer", **update)
 
 
+def engine_host_bytes(rollout_tp: int) -> int:
+    """Host memory of a GPU's share of its engine's processes: a worker each, and above TP 1 one that drives them."""
+    return int(ENGINE_HOST_GIB * GIB * (1 + (1 / rollout_tp if rollout_tp > 1 else 0)))
+
+
 def _host(s: dict, w: Workload, policy: MemoryConfig, rollout_tp: int) -> dict[str, int]:
     """Host memory for each GPU: the pinned pool, and processes at the constants above."""
-    engines = 1 + (1 / rollout_tp if rollout_tp > 1 else 0)  # a worker each, and above TP 1 one that drives them
     saved = int(OFFLOAD_FACTOR * (s["prefix"] if w.overlap == "prefix" else s["prefix_mb"]))
     return {
         "FP32 master weights and moments": s["state"] if policy.state_offload else 0,
         "reference weights": s["reference"] if w.reference else 0,
         "offloaded activations": saved if policy.activations == "offload" else 0,
-        "trainer and engine processes": int((TRAINER_HOST_GIB + ENGINE_HOST_GIB * engines) * GIB),
+        "trainer and engine processes": int(TRAINER_HOST_GIB * GIB) + engine_host_bytes(rollout_tp),
     }
 
 

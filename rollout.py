@@ -191,6 +191,12 @@ class Stats:
     cached_tokens: int = 0  # of those, taken from KV blocks that another response had filled
     output_tokens: int = 0
 
+    @property
+    def seconds(self) -> float:
+        """From the first to the last work of the engine; 0 if it did none."""
+        work = self.timeline
+        return (max(w.end_ns for w in work) - min(w.start_ns for w in work)) / 1e9 if work else 0.0
+
     def __add__(self, other: "Stats") -> "Stats":
         return Stats(
             self.timeline + other.timeline,

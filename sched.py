@@ -162,12 +162,11 @@ class PagedReference:
     """
 
     def __init__(self, model, arena: memory.Arena, weights: torch.Tensor, paging: bool = True):
-        self.model, self._arena, self._weights, self._paging, self._there = model, arena, weights, paging, False
+        self.model, self._arena, self._weights, self._paging = model, arena, weights, paging
 
     def __enter__(self):
-        if not self._there:
+        if self._paging or not self._arena.mapped("reference"):
             self._arena.acquire("reference").copy_(self._weights)
-            self._there = not self._paging
         return self.model
 
     def __exit__(self, *exc) -> None:
@@ -270,12 +269,17 @@ class Schedule:
         mine: dict[int, dict] = {}
         if self.engine is not None:
             mine = dict(zip(self.workers, self.engine.release_kv(), strict=True))
+        self.ledger.set("rollout_kv", self.note_engine(mine)["resident_after"])
+
+    def note_engine(self, mine: dict[int, dict]) -> dict:
+        """Share the reports of this rank's engine, {rank in the replica: report}, and note what the engine's process on
+        this device holds besides its KV cache; returns that process's report. Collective over the replica."""
         pieces: list = [None] * dist.get_world_size(self.control)
         dist.all_gather_object(pieces, mine, group=self.control)
         own = {rank: report for piece in pieces for rank, report in piece.items()}[dist.get_rank(self.control)]
-        self.ledger.set("rollout_kv", own["resident_after"])
         self.ledger.set("engine_other", own["other_bytes"])
         self.engine_host_bytes = own["host_bytes"]
+        return own
 
     def begin_gradients(self) -> None:
         """Map the gradient buffer and zero it; the parameters' hooks add to it (train.py)."""
@@ -283,28 +287,30 @@ class Schedule:
 
     # -- Phase 1
 
+    def prefixes(self, batches: list[MicroBatch]) -> None:
+        """Compute the reference's prefixes, then the actor's; each batch keeps its own until its suffixes."""
+        self._reference_prefixes(batches)
+        self._actor_prefixes(batches)
+
     def _overlapped_prefixes(self, batches: list[MicroBatch]) -> tuple[int | None, int, float]:
         """All prefixes, on the SMs that they may use; returns those, the prefixes' tokens, and seconds."""
-        tokens, start_ns = (
-            sum(len(sample.input_ids) for batch in batches for sample in batch.samples),
-            time.monotonic_ns(),
-        )
+        tokens = sum(len(sample.input_ids) for batch in batches for sample in batch.samples)
+        start_ns = time.monotonic_ns()
         if (sms := self.partition.next(tokens)) is not None:
             stream = self.partition.streams[sms]
             stream.follow()
             with stream:
-                self._reference_prefixes(batches)
-                self._actor_prefixes(batches)
+                self.prefixes(batches)
             stream.lead()
         return sms, tokens, (time.monotonic_ns() - start_ns) / 1e9
 
     def _measure(self, sms: int | None, tokens: int, prefix_s: float) -> None:
         """Give every rank of the replica its slowest rank's Phase 1, so that all choose alike. Collective over the
         replica."""
-        work = self.rollout.timeline if self.engine is not None else []
-        decode_s = (max(w.end_ns for w in work) - min(w.start_ns for w in work)) / 1e9 if work else 0.0
+        decode_s = self.rollout.seconds if self.engine is not None else 0.0
+        steps = sum(work.steps for work in self.rollout.timeline) if self.engine is not None else 0
         pieces: list = [None] * dist.get_world_size(self.control)
-        dist.all_gather_object(pieces, (decode_s, sum(w.steps for w in work), prefix_s), group=self.control)
+        dist.all_gather_object(pieces, (decode_s, steps, prefix_s), group=self.control)
         decode_s, steps, prefix_s = map(max, zip(*pieces, strict=True))
         self.partition.history.append(Measured(sms, decode_s, steps, prefix_s, tokens))
 

@@ -498,8 +498,7 @@ class Trainer:
         tags = {"fused_qkv": "snapshot", "workspace": "optimizer_state", "state": "optimizer_state"}
         lend = int(policy.offload_gib * 2**30) if policy.activations == "offload" else 0
         on_host = memory.align(sizes.get("reference", 0)) + (state if policy.state_offload else 0)
-        processes = 1 + (1 / config.rollout_tp if config.rollout_tp > 1 else 0)  # a worker, and what drives several
-        needs = on_host + lend, sum(sizes.values()), int(plan.ENGINE_HOST_GIB * 2**30 * processes)
+        needs = on_host + lend, sum(sizes.values()), plan.engine_host_bytes(config.rollout_tp)
         memory.check_host(*needs, int(policy.host_limit_gib * 2**30))
         self.arena = memory.Arena(sizes, self.ledger, tags)
         self.pool = memory.HostPool(on_host, lend)
@@ -629,11 +628,7 @@ class Trainer:
                 self._log_engine_memory()
             if not self.config.memory.engine_release:
                 self.engine.restore_kv()
-        pieces: list = [None] * ranks.tp
-        dist.all_gather_object(pieces, mine, group=ranks.control)
-        own = {rank: report for piece in pieces for rank, report in piece.items()}[ranks.tp_rank]
-        schedule.kv_bytes, schedule.engine_host_bytes = own["kv_bytes"], own["host_bytes"]
-        self.ledger.set("engine_other", own["other_bytes"])
+        schedule.kv_bytes = schedule.note_engine(mine)["kv_bytes"]
         if not self.config.memory.engine_release:
             self.ledger.set("rollout_kv", schedule.kv_bytes)
         return ready
@@ -826,14 +821,12 @@ def _metrics(
         truncated=sum(r.finish_reason == "length" for r in responses),
         nll=-sum(sum(r.logprobs) for r in responses),
         prompt_tokens=sum(len(group.sample.input_ids) for group in groups),
-        visual_tokens=sum(int(group.sample.grid_thw.prod(-1).sum()) // 4 for group in groups),
+        visual_tokens=sum(group.sample.visual_tokens for group in groups),
         flops=sum(_group_flops(trainer, group) for group in groups),
         chance=[1 / len(group.sample.options) for group in groups if group.sample.options],
         peaks={phase: sum(trainer.ledger.peaks.get(phase, {}).values()) for phase in "123"},
         host_bytes=memory.host_bytes() + trainer.schedule.engine_host_bytes,
-        generate_s=(max(w.end_ns for w in stats.timeline) - min(w.start_ns for w in stats.timeline)) / 1e9
-        if stats
-        else 0.0,
+        generate_s=stats.seconds if stats else 0.0,
     )
     everyone: list = [None] * trainer.ranks.world
     dist.all_gather_object(everyone, mine, group=trainer.ranks.everyone)
@@ -885,13 +878,13 @@ def _group_flops(trainer: Trainer, group: sched.Group) -> float:
     Forward and backward for the actor, forward for the reference; a recomputed forward does not count. The vision
     tower's few window attentions are left out, its weights are not."""
     text, responses = trainer.actor.config.text_config, [len(r.token_ids) for r in group.responses]
-    p, visual = len(group.sample.input_ids), int(group.sample.grid_thw.prod(-1).sum())
+    p, patches = len(group.sample.input_ids), 4 * group.sample.visual_tokens
     sizes = dict.fromkeys((True, False), 0)
     for row in trainer.plan.rows:
         if row.hf != "model.embed_tokens.weight":
             sizes[row.hf.startswith("visual.")] += torch.Size(row.shape).numel()
     pairs = p * p / 2 + sum(s * (p + s / 2) for s in responses)  # (query, key) pairs, the prompt once
-    forward = 2 * sizes[False] * (p + sum(responses)) + 2 * sizes[True] * visual
+    forward = 2 * sizes[False] * (p + sum(responses)) + 2 * sizes[True] * patches
     forward += 4 * text.hidden_size * text.num_hidden_layers * pairs
     return forward * (3 + (trainer.schedule.reference is not None))
 
