@@ -424,7 +424,7 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
     import train
 
     ranks = train.join(config)
-    ends.connect()
+    ends.connect(ranks)
     probe = replace(config, data=clip_config(config.data, 4, 56, len(config.data.synthetic_kinds)))
     run_dir, model_dir = train.prepare_run(probe, ranks)
     root = run_dir.parent / "data"

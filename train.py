@@ -34,6 +34,7 @@ import json  # noqa: E402
 import sched  # noqa: E402
 import shutil  # noqa: E402
 import signal  # noqa: E402
+import socket  # noqa: E402
 import sys  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
@@ -1049,6 +1050,9 @@ def write_plan(trainer: Trainer, metrics: dict) -> None:
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
 
+LOST = "lost another rank, which ended without saying why (killed, or out of memory?)"
+
+
 class Ends:
     """However a rank ends, its engine ends with it, and one rank says why.
 
@@ -1059,6 +1063,8 @@ class Ends:
     def __init__(self, rank: int):
         self.rank, self.trainer, self.timeline, self.run_dir, self.step = rank, None, None, None, None
         self._store: dist.TCPStore | None = None
+        self._siblings: list[int] = []  # process ids of this host's ranks
+        self._ending = threading.Lock()
         self._read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -1072,13 +1078,17 @@ class Ends:
         while True:
             if select.select([self._read], [], [], 0.5)[0]:
                 number = signal.Signals(os.read(self._read, 1)[0])
+                if number == signal.SIGTERM and not all(map(_lives, self._siblings)):
+                    self.fail(LOST, 1)  # torchrun, which has noticed before a collective did
                 self.fail("interrupted" if number == signal.SIGINT else f"stopped by {number.name}", 128 + number)
             engine = self.trainer and self.trainer.engine
             if engine and engine.died is not None:
                 self.fail(str(engine.died), 1)
 
     def fail(self, reason: str, status: int) -> None:
-        """Say why, unless another rank did; stop the engine; end the process. Safe from any thread."""
+        """Say why, unless another rank did; stop the engine; end the process. Safe from any thread: the first is the
+        one that does it."""
+        self._ending.acquire()  # for good: whoever comes later waits here for the end
         where = f"rank {self.rank}" + (f", step {self.step + 1}" if self.step is not None else "")
         where += f", {self.timeline.phase}" if self.timeline else ""
         if self._first(f"{where}: {reason}"):
@@ -1091,9 +1101,12 @@ class Ends:
         finally:
             os._exit(status)
 
-    def connect(self) -> None:
-        """Call once the process group exists. A connection of its own: the group's is locked while a collective waits
-        on it."""
+    def connect(self, ranks: Ranks) -> None:
+        """Call once the process group exists; collective over all ranks. A connection to the store of its own: the
+        group's is locked while a collective waits on it."""
+        everyone: list = [None] * ranks.world
+        dist.all_gather_object(everyone, (socket.gethostname(), os.getpid()), group=ranks.everyone)
+        self._siblings = [pid for host, pid in everyone if host == socket.gethostname()]
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         limit = timedelta(seconds=5)
         self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
@@ -1106,6 +1119,14 @@ class Ends:
             return self._store.compare_set("rollplex/failure", "", reason).decode() == reason
         except RuntimeError:  # torchrun is gone, and the store with it
             return True
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process is there, and not only its exit status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
@@ -1130,7 +1151,7 @@ def prepare_run(config: Config, ranks: Ranks) -> tuple[Path, Path]:
 
 def train(config: Config, text: str, ends: Ends) -> None:
     ranks = join(config)
-    ends.connect()
+    ends.connect(ranks)
     memory.check_device()  # each rank its own GPU: the first to fail says so
     run_dir, model_dir = prepare_run(config, ranks)
     log = Log(config, run_dir, ranks)
@@ -1210,7 +1231,7 @@ def main() -> None:
         ends.fail(str(error), 2)
     except BaseException as error:
         if "closed by peer" in str(error) or "reset by peer" in str(error):  # gloo, when the other end is gone
-            ends.fail("lost another rank, which ended without saying why (killed, or out of memory?)", 1)
+            ends.fail(LOST, 1)
         detail = "" if isinstance(error, rollout.EngineDied | MemoryError) else "\n" + traceback.format_exc()
         ends.fail(f"{type(error).__name__}: {error}{detail}", 1)
 
