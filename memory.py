@@ -235,6 +235,13 @@ def sm_count() -> int:
     return torch.cuda.get_device_properties(device()).multi_processor_count if torch.cuda.is_available() else 0
 
 
+def upload(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A CPU tensor on the device, as `dtype`. To a GPU it goes through pinned memory: the host waits for nothing that
+    the device still has to do. A CPU only converts it."""
+    tensor = tensor.to(dtype or tensor.dtype)
+    return tensor.pin_memory().to(device(), non_blocking=True) if torch.cuda.is_available() else tensor
+
+
 def backend() -> str:
     """torch.distributed backend for the device."""
     return "nccl" if torch.cuda.is_available() else "gloo"

@@ -16,8 +16,11 @@ Responses of unequal length travel end to end, without padding. They attend to t
 calls of a flash kernel, merged by their log-sum-exp: a prompt's K and V are read where they lie, once for all its
 responses, and never copied.
 
-The language model is tensor parallel; the vision tower (transformers) is replicated, every rank computing the same
-values. All parameters are views of memory that weights.py lays out: this file only says which function they compute.
+The language model is tensor parallel. The vision tower (transformers) is whole on every rank, and the ranks of a
+replica share out the media: in it, patches attend only within their temporal slice (two frames of a clip, or an image),
+so each rank encodes some slices and all gather the features. A rank's gradient of the tower is then only its share:
+is_partial() names these parameters, and optimizer.py adds the shares up. All parameters are views of memory that
+weights.py lays out: this file only says which function they compute.
 
 Run:
     python model.py                          # CPU or GPU: the tiny model's split pass; what sharing a prefix saves
@@ -28,11 +31,13 @@ To add a model, add its configuration to configs.py, its tensors to weights.tabl
 
 import copy
 import os
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
@@ -41,7 +46,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, Qwen2_5_VLConfig
+from transformers import AttentionInterface, Qwen2_5_VLConfig, vision_utils
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 import memory
@@ -229,10 +234,11 @@ def _causal(query, key, value) -> torch.Tensor:
 def _varlen_attention(module, query, key, value, attention_mask, cu_seq_lens_q, max_length_q, scaling, **unused):
     """transformers' attention interface on PyTorch's flash kernel: all windows of a clip in one call.
 
-    query, key, value [1, heads, patches, D] -> [1, patches, heads, D]; cu_seq_lens_q: where each window starts.
+    query, key, value [1, heads, patches, D] -> [1, patches, heads, D]; cu_seq_lens_q: where each window starts;
+    max_length_q: an int, so that nothing waits for the device.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, int(max_length_q), int(max_length_q), scale=scaling)
+    out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling)
     return out[None], None
 
 
@@ -244,6 +250,84 @@ def _require_kernels(device: torch.device, dtype: torch.dtype) -> None:
 # transformers hands window boundaries only to implementations whose name says flash. A CPU has no such kernel: sdpa, by
 # window.
 AttentionInterface.register("flash_varlen", _varlen_attention)
+
+
+# ---- the media, shared out over the ranks of a replica ---------------------------------------------------------------
+
+
+def is_partial(name: str) -> bool:
+    """Whether a rank's gradient of this parameter is only its share, to be summed over the tensor-parallel group."""
+    return name.startswith("vision.")
+
+
+def share_out(grid: list[list[int]], ranks: int) -> list[list[list[int]]]:
+    """Cut the temporal slices of media [[t, h, w], ...] into a part for each rank, again as media: contiguous, and as
+    equal in patches as whole slices can be. A slice goes to the rank in whose equal share of the patches its middle
+    lies; with fewer slices than ranks, some get none."""
+    total, before = sum(t * h * w for t, h, w in grid), 0
+    parts: list[list[list[int]]] = [[] for _ in range(ranks)]
+    for t, h, w in grid:
+        middles = (2 * (before + i * h * w) + h * w for i in range(t))  # doubled, to stay whole
+        for rank, own in Counter(middle * ranks // (2 * total) for middle in middles).items():
+            parts[rank].append([own, h, w])
+        before += t * h * w
+    return parts
+
+
+class _WithMedia(torch.autograd.Function):
+    """Token embeddings with all ranks' features in the places of the media.
+
+    Backward, a rank takes the gradient of its own features and needs no other rank: the language model's input is the
+    same on all of them, and the gradient there is whole. Nothing but the places is saved, and nothing waits for the
+    device (masked_scatter's backward would).
+    """
+
+    @staticmethod
+    def forward(ctx, embedded, own, rows, lengths):
+        """embedded [tokens, hidden], own features [lengths[rank], hidden], rows [sum(lengths)]: where all ranks'
+        features belong -> [tokens, hidden]. A collective of the tensor-parallel group."""
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        ctx.own = slice(start := sum(lengths[:rank]), start + lengths[rank])
+        ctx.save_for_backward(rows)
+        return embedded.index_copy(0, rows, _gathered(own, lengths).to(embedded.dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (rows,) = ctx.saved_tensors
+        return grad.index_fill(0, rows, 0), grad.index_select(0, rows[ctx.own]), None, None
+
+
+def _gathered(own: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """[lengths[rank], hidden] of each rank -> [sum(lengths), hidden], in one piece padded to the longest. A collective
+    of the tensor-parallel group."""
+    if len(lengths) == 1:
+        return own
+    everyone = own.new_empty(len(lengths), max(lengths), own.shape[1])
+    padded = F.pad(own, (0, 0, 0, max(lengths) - len(own)))
+    group = parallel_state.get_tensor_model_parallel_group()
+    dist.all_gather_into_tensor(everyone.flatten(0, 1), padded.contiguous(), group=group)
+    return torch.cat([part[:n] for part, n in zip(everyone, lengths, strict=True)])
+
+
+def _rows(tensors: list[torch.Tensor], start: int, stop: int) -> torch.Tensor:
+    """Rows `start` to `stop` of tensors that stand end to end; only these are copied."""
+    parts = []
+    for tensor in tensors:
+        parts.append(tensor[max(0, start) : max(0, stop)])
+        start, stop = start - len(tensor), stop - len(tensor)
+    return torch.cat(parts)
+
+
+def _vision_tables(grid: torch.Tensor, vision_config) -> dict:
+    """What the vision tower derives from its media's grid [media, 3]: made on the CPU, where transformers' loops over
+    it wait for nothing, and moved in whole."""
+    merge, window, patch = (getattr(vision_config, f"{n}_size") for n in ("spatial_merge", "window", "patch"))
+    order, windows = vision_utils.get_vision_window_index(grid, merge, window, patch)
+    slices = vision_utils.get_vision_cu_seqlens(grid)
+    places = vision_utils.get_vision_position_ids(grid, merge)
+    tables = dict(position_ids=places, window_index=order, cu_seqlens=slices, cu_window_seqlens=windows)
+    longest = dict(max_seqlen=int(slices.diff().max()), max_window_seqlen=int(windows.diff().max()))
+    return {name: memory.upload(table) for name, table in tables.items()} | longest
 
 
 # ---- layers whose weights match the engine's storage -----------------------------------------------------------------
@@ -327,8 +411,8 @@ class Prefix:
 
 
 class QwenVL(torch.nn.Module):
-    """Qwen2.5-VL: a replicated vision tower and a tensor-parallel language model, on the current Megatron parallel
-    state.
+    """Qwen2.5-VL: a vision tower that shares out its media and a tensor-parallel language model, on the current
+    Megatron parallel state.
 
     Parameters are allocated without values; bind() points them at memory that weights.py describes. Raises ValueError
     for float32 on a GPU.
@@ -452,23 +536,39 @@ class QwenVL(torch.nn.Module):
 
     def _embed(self, samples: list) -> torch.Tensor:
         """Prompt embeddings [P, B, hidden] with the media's features in place of their placeholders."""
-        device = memory.device()
-        ids = pad_sequence([sample.input_ids for sample in samples], batch_first=True).to(device)  # [B, P]
-        embedded = self.lm.embedding(ids, None)
-        pixels = [pixels for sample in samples if (pixels := sample.pixel_values) is not None]  # [patches, 1176] each
-        if not pixels:
-            return embedded
-        grid = torch.cat([sample.grid_thw for sample in samples]).to(device)
-        features = self.vision(torch.cat(pixels).to(device, self.dtype), grid_thw=grid).pooler_output
+        ids = pad_sequence([sample.input_ids for sample in samples], batch_first=True)  # [B, P] on the CPU
         visual = (ids == self.config.video_token_id) | (ids == self.config.image_token_id)
-        if int(visual.sum()) != len(features):
-            raise RuntimeError(f"{int(visual.sum())} visual placeholders in the prompts, {len(features)} features")
-        by_prompt = embedded.transpose(0, 1)  # features come prompt by prompt
-        return by_prompt.masked_scatter(visual[:, :, None], features.to(embedded.dtype)).transpose(0, 1).contiguous()
+        prompt, place = visual.nonzero(as_tuple=True)  # prompt by prompt, as the features come
+        grid = torch.cat([sample.grid_thw for sample in samples]).tolist()
+        count = sum(t * h * w for t, h, w in grid) // self.vision.spatial_merge_unit
+        if len(place) != count:
+            raise RuntimeError(f"{len(place)} visual placeholders in the prompts, {count} features")
+        embedded = self.lm.embedding(memory.upload(ids), None)
+        if not count:
+            return embedded
+        own, lengths = self._features(samples, grid)
+        rows = memory.upload(place * len(samples) + prompt)  # in [P, B], end to end
+        return _WithMedia.apply(embedded.flatten(0, 1), own, rows, lengths).view_as(embedded)
+
+    def _features(self, samples: list, grid: list[list[int]]) -> tuple[torch.Tensor, list[int]]:
+        """This rank's share [visual tokens, hidden] of the features of media with these grids [[t, h, w], ...], and how
+        many tokens every rank's share has."""
+        rank, merged = parallel_state.get_tensor_model_parallel_rank(), self.vision.spatial_merge_unit
+        parts = share_out(grid, parallel_state.get_tensor_model_parallel_world_size())
+        patches = [sum(t * h * w for t, h, w in part) for part in parts]
+        lengths = [n // merged for n in patches]
+        if not patches[rank]:
+            hidden = self.config.text_config.hidden_size
+            return torch.empty(0, hidden, dtype=self.dtype, device=memory.device()), lengths
+        start, whole = sum(patches[:rank]), [s.pixel_values for s in samples if s.pixel_values is not None]
+        pixels = memory.upload(_rows(whole, start, start + patches[rank]), self.dtype)
+        own_grid = torch.tensor(parts[rank])
+        tables = _vision_tables(own_grid, self.config.vision_config)
+        return self.vision(pixels, grid_thw=own_grid, **tables).pooler_output, lengths
 
     def _decode(self, embedded: torch.Tensor, pos: torch.Tensor, boundary: _Boundary) -> torch.Tensor:
         """[s, b, hidden], positions [3, b, s] -> hidden states [s, b, hidden] after the final norm."""
-        rotary = self.lm.rotary_pos_emb(pos.to(memory.device()), self.lm.mrope_section)
+        rotary = self.lm.rotary_pos_emb(memory.upload(pos), self.lm.mrope_section)
         return self.lm.decoder(
             hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=boundary
         )
@@ -525,8 +625,6 @@ def _main() -> None:
     """Forward and backward of one prompt with N responses, prefix shared and not shared."""
     import time
     from types import SimpleNamespace
-
-    import torch.distributed as dist
 
     import configs
     import weights

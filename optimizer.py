@@ -112,6 +112,7 @@ class Segment:
     dest: Tensor  # [numel] contiguous BF16 or FP32 view of where the weight lies, in storage order (Case 2: transposed)
     decay: bool = True  # weight decay applies
     counted: bool = True  # adds to the global norm on this rank: a replicated tensor only on tensor-parallel rank 0
+    partial: bool = False  # this rank's gradient is its share of a replicated tensor's: sum_gradients adds them up
 
     @property
     def end(self) -> int:
@@ -152,13 +153,13 @@ class StreamedAdamW:
     """AdamW over `segments`, streamed through `workspace`.
 
     segments:  one a tensor, in offset order, together covering [0, total)
-    grad_flat: [total] FP32, in the same order; read, never written
+    grad_flat: [total] FP32, in the same order; only sum_gradients writes it
     pool:      a memory.HostPool with 12 bytes a parameter to spare
     workspace: uint8 or FP32, at least workspace_bytes(config), mapped whenever a method runs; None allocates it
     unchunked: load, update and return everything as one chunk, which needs workspace_bytes(config, parameters)
 
     Every destination equals its master weight cast to the destination's dtype, after init_master, step and
-    load_state_dict alike. The caller sums replicated gradients over their group beforehand, so replicas stay equal.
+    load_state_dict alike. sum_gradients comes before step, so that replicas, and replicated tensors, stay equal.
     """
 
     def __init__(
@@ -193,6 +194,7 @@ class StreamedAdamW:
         self._segment_runs = [(s.offset, s.end, s) for s in segments]
         self._decay_runs = _runs(segments, lambda s: s.decay)
         self._counted_runs = _runs(segments, lambda s: s.counted)
+        self._partial_runs = _runs(segments, lambda s: s.partial)
         self._load, self._update, self._offload = memory.stream(), memory.stream(), memory.stream()
 
     @torch.no_grad()
@@ -204,6 +206,19 @@ class StreamedAdamW:
     def write_dest(self) -> None:
         """Regenerate every destination from the master weights."""
         self._stream((self.master,), self._write_dest, ())
+
+    @torch.no_grad()
+    def sum_gradients(self, tp_group=None, dp_group=None) -> None:
+        """Add up partial gradients over the tensor-parallel group, then all over the replicas, in FP32 and in place.
+
+        Collective, like step. One all-reduce for each run of partial segments: the model's are one run.
+        """
+        if tp_group is not None and dist.get_world_size(tp_group) > 1:
+            for a, b, shares in self._partial_runs:
+                if shares:
+                    dist.all_reduce(self.grad[a:b], group=tp_group)
+        if dp_group is not None and dist.get_world_size(dp_group) > 1:
+            dist.all_reduce(self.grad, group=dp_group)
 
     @torch.no_grad()
     def step(self, step_index: int, grad_scale: float = 1.0, tp_group=None, dp_group=None) -> StepInfo:

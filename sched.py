@@ -239,8 +239,7 @@ class Schedule:
     def update(self, step: int, grad_scale: float):
         """Phase 3: stream the optimizer, publish θk+1, drop what the engines derived from θk."""
         with self.timeline.span("optimizer"):
-            if dist.get_world_size(self.dp_group) > 1:
-                dist.all_reduce(self.optimizer.grad, group=self.dp_group)
+            self.optimizer.sum_gradients(self.tp_group, self.dp_group)
             self.arena.acquire("workspace")
             if self.log is not None:
                 self.log.sample("optimizer")  # it may be over before the next sample

@@ -546,10 +546,9 @@ class Trainer:
         for shard in self.shards:
             n = torch.Size(shard.storage).numel()
             views[shard.name] = shard.parameter(gradient[offset : offset + n])
-            counted = not shard.replicated or self.ranks.tp_rank == 0
-            segments.append(
-                optim.Segment(shard.name, n, offset, self.snapshot.flat(shard), len(shard.storage) > 1, counted)
-            )
+            counted, partial = not shard.replicated or self.ranks.tp_rank == 0, models.is_partial(shard.name)
+            decay, dest = len(shard.storage) > 1, self.snapshot.flat(shard)
+            segments.append(optim.Segment(shard.name, n, offset, dest, decay, counted, partial))
             offset += n
         for name, parameter in self.actor.named_parameters():
             parameter.register_post_accumulate_grad_hook(_accumulate_into(views[name]))

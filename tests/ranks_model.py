@@ -18,17 +18,20 @@ import weights
 from data import Media, Sample
 
 TEMPERATURE = 0.7
+# t, h, w
+SIZES = {"video": (8, 56, 84), "image": (1, 56, 56), "wide video": (6, 140, 252), "wide image": (1, 252, 140)}
 
 
 def make_sample(config, kinds: list[str], seed: int, words: int = 9) -> Sample:
-    """A prompt with the media given (video 8 x 56 x 84, image 56 x 56), random pixels and random text around them."""
+    """A prompt with the media given (see SIZES), random pixels and random text around them."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
     ids, media = [1, 70, 71], []
     for kind in kinds:
-        shape = (8, 56, 84, 3) if kind == "video" else (1, 56, 56, 3)
-        media.append(Media(kind, rng.integers(0, 256, shape, dtype=np.uint8), 3.0))
+        frames = rng.integers(0, 256, (*SIZES[kind], 3), dtype=np.uint8)
+        kind = kind.split()[-1]
+        media.append(Media(kind, frames, 3.0))
         t, h, w = media[-1].grid
         pad = config.video_token_id if kind == "video" else config.image_token_id
         ids += [config.vision_start_token_id, *[pad] * (t * h * w // 4), config.vision_end_token_id]
@@ -77,8 +80,9 @@ def case(source: Path, kinds: list[str], qkv: str, dtype: torch.dtype, logprob_b
     actor.bind({s.name: s.parameter(snapshot.flat(s)) for s in snapshot.shards}, requires_grad=True)
     hf = Qwen2_5_VLForConditionalGeneration.from_pretrained(source, dtype=dtype)
 
-    sample, other = make_sample(config, kinds, seed=3), make_sample(config, [], seed=4, words=5)
-    samples = [sample, replace(other, input_ids=other.input_ids[-1:]), other]  # the second is a prompt of one token
+    sample, other = make_sample(config, kinds, seed=3), make_sample(config, kinds[2:], seed=4, words=5)
+    token = replace(make_sample(config, [], seed=4), input_ids=other.input_ids[-1:])
+    samples = [sample, token, other]  # the second is a prompt of one token
     lengths = [[6, 1, 0, 3], [2], [3, 5]]
     generator = torch.Generator().manual_seed(2)
     responses = [torch.randint(60, 300, (len(own), max(own)), generator=generator) for own in lengths]
@@ -93,6 +97,7 @@ def case(source: Path, kinds: list[str], qkv: str, dtype: torch.dtype, logprob_b
         return ours
 
     ours = backward(keep=True)
+    check_shares(actor, samples)
     theirs = [reference_logprobs(hf, config, s, r) for s, r in zip(samples, responses, strict=True)]
     sum((a * b).sum() for a, b in zip(theirs, factors, strict=True)).backward()
     for i, mask in enumerate(masks):
@@ -116,6 +121,15 @@ def case(source: Path, kinds: list[str], qkv: str, dtype: torch.dtype, logprob_b
     compare_gradients(actor, dict(hf.named_parameters()), weights.table(config, qkv), plan, gradient_bar)
     nothing_but_a_token(actor, samples[1], ours[1], responses[1], lengths[1], logprob_bar)
     responses_share_their_prefix(actor, config)
+
+
+def check_shares(actor, samples: list) -> None:
+    """After a backward pass: a rank without a slice has no gradient of the vision tower, every other one has."""
+    grid = torch.cat([sample.grid_thw for sample in samples]).tolist()
+    own = models.share_out(grid, dist.get_world_size())[dist.get_rank()]
+    for name, parameter in actor.named_parameters():
+        if models.is_partial(name):
+            assert (parameter.grad is not None) == bool(own), f"{name}: this rank encodes {own} of {grid}"
 
 
 def nothing_but_a_token(actor, sample: Sample, beside, responses, lengths: list[int], bar: float) -> None:
@@ -164,6 +178,9 @@ def compare_gradients(actor, theirs: dict, table: list, plan, bar: float) -> Non
         if all(p.grad is None for p in full):  # a text-only prompt does not reach the vision tower
             assert parameter.grad is None, name
             continue
+        if models.is_partial(name):
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(parameter.grad)
         pieces = [
             p.grad if row.axis is None else p.grad.chunk(world, row.axis)[rank]
             for row, p in zip(rows, full, strict=True)

@@ -20,7 +20,8 @@ def test_logprobs_and_gradients_equal_transformers(tmp_path, torchrun):
     untied, tied = checkpoint_small(tmp_path, "untied", False), checkpoint_small(tmp_path, "tied", True)
     cases = [
         (untied, ["video"], "fused", "float32", 1e-5, 1e-5),
-        (untied, ["image", "video"], "split", "float32", 1e-5, 1e-5),
+        (untied, ["wide image", "video", "image", "wide video"], "split", "float32", 1e-5, 1e-5),  # two more prompts
+        (untied, ["image"], "split", "float32", 1e-5, 1e-5),  # one slice for two ranks
         (tied, ["video"], "fused", "float32", 1e-5, 1e-5),
         (untied, [], "fused", "float32", 1e-5, 1e-5),
         (untied, ["video"], "fused", "bfloat16", 6e-2, 6e-2),
@@ -104,6 +105,47 @@ def test_float32_on_a_gpu_is_refused():
         models._require_kernels(torch.device("cuda"), torch.float32)
     models._require_kernels(torch.device("cuda"), torch.bfloat16)
     models._require_kernels(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "grid, ranks, expected",
+    [
+        ([[8, 4, 6]], 1, [[[8, 4, 6]]]),
+        ([[8, 4, 6]], 4, [[[2, 4, 6]]] * 4),
+        ([[3, 4, 4]], 2, [[[1, 4, 4]], [[2, 4, 4]]]),
+        ([[1, 4, 4]], 3, [[], [[1, 4, 4]], []]),
+        ([[1, 8, 8], [4, 4, 4], [1, 8, 8]], 2, [[[1, 8, 8], [2, 4, 4]], [[2, 4, 4], [1, 8, 8]]]),
+        ([[2, 4, 4], [1, 20, 20]], 4, [[[2, 4, 4]], [], [[1, 20, 20]], []]),
+        ([], 2, [[], []]),
+    ],
+)
+def test_media_are_shared_out_in_whole_slices(grid, ranks, expected):
+    assert models.share_out(grid, ranks) == expected
+
+
+def test_shares_are_contiguous_and_balanced():
+    """No rank has more than an equal share and a slice; clips of one size differ by a slice at most."""
+    generator = torch.Generator().manual_seed(0)
+    for ranks in (2, 3, 8):
+        for _ in range(50):
+            grid = [[t, 2 * h, 2 * w] for t, h, w in torch.randint(1, 9, (5, 3), generator=generator).tolist()]
+            parts = models.share_out(grid, ranks)
+            slices = [[h, w] for part in parts for t, h, w in part for _ in range(t)]
+            assert slices == [[h, w] for t, h, w in grid for _ in range(t)]
+            patches = [sum(t * h * w for t, h, w in part) for part in parts]
+            assert max(patches) <= sum(patches) / ranks + max(h * w for _, h, w in grid)
+            same = models.share_out([[t, 4, 4] for t, _, _ in grid], ranks)
+            counts = [sum(t for t, _, _ in part) for part in same]
+            assert max(counts) - min(counts) <= 1
+
+
+def test_placeholders_without_media_are_an_error():
+    config = configs.load_config("tiny")
+    model = SimpleNamespace(config=config, vision=SimpleNamespace(spatial_merge_unit=4))
+    ids = torch.tensor([70, config.video_token_id, 71])
+    sample = SimpleNamespace(input_ids=ids, grid_thw=torch.tensor([[1, 4, 2]]))
+    with pytest.raises(RuntimeError, match="1 visual placeholders in the prompts, 2 features"):
+        models.QwenVL._embed(model, [sample])
 
 
 @pytest.mark.parametrize(

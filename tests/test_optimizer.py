@@ -33,14 +33,17 @@ def chunk(elements: int) -> float:
     return elements * 16 / 2**20
 
 
-def build(config, dtype=torch.float32, decay=lambda i: True, shapes=SHAPES, seed=0, counted=lambda i: True):
-    """A StreamedAdamW over fresh random destinations, one per shape: (optimizer, flat gradient, destinations)."""
+def build(config, dtype=torch.float32, decay=lambda i: True, shapes=SHAPES, seed=0, **marks):
+    """A StreamedAdamW over fresh random destinations, one per shape: (optimizer, flat gradient, destinations).
+
+    marks: functions of a tensor's number that say whether its segment is counted, partial."""
     torch.manual_seed(seed)
     dests = [torch.randn(shape).to(dtype) for shape in shapes]
     total = sum(dest.numel() for dest in dests)
     segments, offset = [], 0
     for i, dest in enumerate(dests):
-        segments.append(Segment(f"weight{i}", dest.numel(), offset, dest.view(-1), decay(i), counted(i)))
+        own = {name: mark(i) for name, mark in marks.items()}
+        segments.append(Segment(f"weight{i}", dest.numel(), offset, dest.view(-1), decay(i), **own))
         offset += dest.numel()
     grad = torch.zeros(total)
     optimizer = StreamedAdamW(segments, grad, memory.HostPool(12 * total + 2048), config)
@@ -294,6 +297,40 @@ def _two_ranks(rank, init_file):
     dist.all_gather_object(norms, info.grad_norm)
     assert norms[0] == norms[1]
     dist.destroy_process_group()
+
+
+def _four_ranks(rank, init_file):
+    """Two replicas of two ranks. Tensors 1 and 2, and the last, are partial: every rank has its share of their
+    gradient, and counts it only on tensor-parallel rank 0."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=4)
+    groups = {ranks: dist.new_group(ranks) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    tp, dp = (group for ranks, group in groups.items() if rank in ranks)
+    shared = (1, 2, len(SHAPES) - 1)
+    optimizer, grad, _ = build(
+        CONFIG, counted=lambda i: rank % 2 == 0 or i not in shared, partial=lambda i: i in shared
+    )
+    every = [gradient(i).round() for i in range(4)]  # whole numbers: their sums are exact
+    grad.copy_(every[rank])
+    optimizer.sum_gradients(tp, dp)
+    for i, segment in enumerate(optimizer.segments):
+        expected = sum(every if i in shared else every[rank % 2 :: 2])
+        assert torch.equal(grad[segment.offset : segment.end], expected[segment.offset : segment.end]), segment.name
+    info = optimizer.step(0, tp_group=tp, dp_group=dp)
+    parts = [None, None]
+    own = sum(grad[s.offset : s.end].double().square().sum().item() for s in optimizer.segments if s.counted)
+    dist.all_gather_object(parts, own, group=tp)
+    assert info.grad_norm == pytest.approx(sum(parts) ** 0.5, rel=1e-9)
+    grad.fill_(0.1)
+    if rank == 3:
+        grad[-1] = math.inf  # of a share that rank 3 does not count
+    optimizer.sum_gradients(tp, dp)
+    assert optimizer.step(1, tp_group=tp, dp_group=dp).skipped
+    dist.destroy_process_group()
+
+
+def test_partial_gradients_are_added_up_before_the_norm(tmp_path):
+    mp.spawn(_four_ranks, args=(tmp_path / "store",), nprocs=4)
 
 
 def test_two_ranks_skip_together_and_share_the_norm(tmp_path):
