@@ -70,6 +70,9 @@ class Workload:
     """Longest response (--rollout.max-new-tokens)."""
     micro_batch: int = 1
     """Prompt groups that the trainer computes at once."""
+    slice_tokens: int = 128
+    """Visual tokens of a temporal slice (two frames of a clip, or an image), which a rank encodes whole. 128: frames of
+    128 * 28 * 28 pixels, train.py's --data.max-pixels."""
     kv_cache_gib: float = 0.0
     """The engine's KV cache on a GPU, GiB. 0: room for all responses that it decodes at once, at full length."""
     max_num_seqs: int = 64
@@ -95,7 +98,8 @@ class Workload:
 
     def validate(self) -> None:
         """Raise ValueError naming the field, its value and the fix."""
-        for name in ("prompts", "n", "response_tokens", "micro_batch", "max_num_seqs", "max_num_batched_tokens"):
+        counts = "prompts", "n", "response_tokens", "micro_batch", "slice_tokens", "max_num_seqs"
+        for name in (*counts, "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         _require(self.prompt_tokens >= 2, "prompt_tokens", self.prompt_tokens, "2 or more")
         most = f"0 to the prompt's {self.prompt_tokens}"
@@ -231,7 +235,7 @@ def _norm_bytes(d: Dims, w: Workload) -> int:
 
 
 def vision_bytes(hf_config, w: Workload) -> int:
-    """Saved by the vision tower for one patch: pixels, blocks, merger. It is replicated, so no degree divides it."""
+    """Saved by the vision tower for one patch: pixels, blocks, merger. A rank has patches of its own, all of each."""
     v, b = hf_config.vision_config, w.itemsize
     norm = (4 + b) * v.hidden_size + 4 + b * v.hidden_size  # FP32 input, normalised input, 1/rms, and the output
     # Mixed QKV, rotated queries and keys, attention output (which sdpa gathers from the windows into a second tensor).
@@ -240,13 +244,20 @@ def vision_bytes(hf_config, w: Workload) -> int:
     return v.depth * (2 * norm + attention + b * 4 * v.intermediate_size) + norm + 2 * b * v.hidden_size + pixels
 
 
+def visual_share(w: Workload, tp: int) -> int:
+    """Visual tokens of a prompt that one rank of a replica encodes: the rank with the most, in whole slices."""
+    slices = math.ceil(w.visual_tokens / w.slice_tokens)
+    return min(w.visual_tokens, math.ceil(slices / tp) * w.slice_tokens)
+
+
 def prefix_bytes(hf_config, w: Workload, tp: int) -> int:
-    """Saved by the forward pass of one prompt's prefix: the vision tower, then P − 1 tokens through all layers but the
-    last, of which only the norm is needed for its keys and values (held as the boundary, not as saved tensors)."""
+    """Saved by the forward pass of one prompt's prefix: this rank's part of the media in the vision tower, then P − 1
+    tokens through all layers but the last, of which only the norm is needed for its keys and values (held as the
+    boundary, not as saved tensors)."""
     d, b = _dims(hf_config, tp), w.itemsize
     last = _norm_bytes(d, w) + b * (d.hidden + 2 * d.head)
     language = (w.prompt_tokens - 1) * ((d.layers - 1) * layer_bytes(d, w) + last)
-    return language + 4 * w.visual_tokens * vision_bytes(hf_config, w)
+    return language + 4 * visual_share(w, tp) * vision_bytes(hf_config, w)
 
 
 def boundary_bytes(hf_config, w: Workload, tp: int) -> int:
@@ -276,7 +287,7 @@ def _prefix_work(hf_config, w: Workload, tp: int) -> int:
     whose rotary embedding and norms are in FP32."""
     d, b = _dims(hf_config, tp), w.itemsize
     language = w.prompt_tokens * b * (3 * d.hidden + 4 * d.inner)
-    return max(language, 4 * w.visual_tokens * (4 * 8 + 3 * b) * hf_config.vision_config.hidden_size)
+    return max(language, 4 * visual_share(w, tp) * (4 * 8 + 3 * b) * hf_config.vision_config.hidden_size)
 
 
 def _engine_other(hf_config, w: Workload, rollout_tp: int) -> int:
@@ -302,7 +313,8 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
     mb, d, gpu = min(w.micro_batch, groups), _dims(hf_config, train_tp), w.device == "cuda"
     boundary, prefix = (f(hf_config, w, train_tp) for f in (boundary_bytes, prefix_bytes))
     config, vision = optimizer.OptimizerConfig(chunk_mib=w.chunk_mib), hf_config.vision_config
-    layer = (w.prompt_tokens - 1) * layer_bytes(d, w), 4 * w.visual_tokens * vision_bytes(hf_config, w) // vision.depth
+    patches = 4 * visual_share(w, train_tp)
+    layer = (w.prompt_tokens - 1) * layer_bytes(d, w), patches * vision_bytes(hf_config, w) // vision.depth
     responses = min(w.max_num_seqs, math.ceil(groups * rollout_tp / train_tp) * w.n)
     return {
         "layers": d.layers,
@@ -413,7 +425,7 @@ def _formulas(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Me
         "actor_boundary": boundary,
         "reference_boundary": boundary,
         "reference": f"{b} B x {shard}",
-        "prefix_activations": f"{prefix} x {4 * w.visual_tokens}, a prompt; {policy.activations}",
+        "prefix_activations": f"{prefix} x {4 * visual_share(w, train_tp)}, a prompt; {policy.activations}",
         "suffix_activations": f"({layer_bytes(d, w)} B x {d.layers} layers + {4 * d.vocab} B of logits) a token x "
         f"{mb} x {w.n} x {w.response_tokens}",
         "logprobs": f"{13 + 4 * w.reference} B x {groups * w.n * w.response_tokens} response tokens",
@@ -722,7 +734,7 @@ def table1(hf_config, w: Workload) -> list[tuple[str, float, float | None, float
 _NOTES = """
 exact: the tables of weights.py; the vision tower is whole on every GPU, which 32.5 B / 8 leaves out. The other rows:
 1 not determinable: neither the tokens of its microbatch nor what it recomputes are given. 28.3 GiB are what our model
-  saves for {tokens:.0f} tokens of text; a visual token costs {visual:.1f} MiB more, in the vision tower.
+  saves for {tokens:.0f} tokens of text; a visual token costs {visual:.1f} MiB more on the rank that encodes it.
 2 inferred: 32 KiB a token at TP 8 x 8192 tokens x 32 prompts x 2 roles = 16.0 GiB, so the whole batch of §4.1 on one
   replica (on 32 GPUs each of four replicas has a quarter of it).
 3 not determinable: {sequences:.0f} sequences of 10k tokens; or, with gpu_memory_utilization 0.6, what 15.1 GiB of

@@ -330,6 +330,7 @@ def workload(config: Config) -> plan.Workload:
         visual_tokens=min(prompt, most),
         response_tokens=config.rollout.max_new_tokens,
         micro_batch=config.micro_batch,
+        slice_tokens=config.data.max_pixels // 28**2,
         kv_cache_gib=config.rollout.kv_cache_gib,
         max_num_seqs=config.rollout.max_num_seqs,
         max_num_batched_tokens=config.rollout.max_num_batched_tokens,
