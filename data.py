@@ -165,13 +165,6 @@ class Sample:
         """Tokens of `input_ids` that stand for media; the vision tower sees four patches for each."""
         return int(self.grid_thw.prod(-1).sum()) // 4
 
-    @functools.cached_property
-    def pixel_values(self) -> torch.Tensor | None:
-        """[patches of all media, 1176] float32 on the CPU, bit-equal to transformers' processor. Computed at the first
-        access and kept with the sample (eight times the frames' bytes for an image, four for a video): every role and
-        a recomputed prefix read it again."""
-        return torch.cat([_patchify(m.frames) for m in self.media]) if self.media else None
-
 
 class Dataset:
     """Rows of `config.path` (or of the built-in task, written under `root` when it is not there yet).
@@ -451,16 +444,21 @@ def _kept_for_eval(row: Row, config: DataConfig) -> bool:
     return int.from_bytes(digest[:8], "big") < config.eval_fraction * 2**64
 
 
-def _patchify(frames: np.ndarray) -> torch.Tensor:
-    """[T, H, W, 3] uint8 -> [t*h*w, 1176] float32: normalised patches, those merged later (2 x 2) one after another."""
-    x = torch.from_numpy(frames).permute(0, 3, 1, 2).float()  # (T, 3, H, W)
-    mean, std = (torch.tensor(v).mul(255.0).view(3, 1, 1) for v in (CLIP_MEAN, CLIP_STD))
-    x = x.sub_(mean).div_(std)
+def patchify(frames: torch.Tensor) -> torch.Tensor:
+    """[T, H, W, 3] uint8 -> [t*h*w, 1176] float32 on the frames' device: normalised patches, those merged later (2 x 2)
+    one after another. On a CPU bit-equal to transformers' processor."""
+    mean, std = _normalisation(frames.device)
+    x = frames.permute(0, 3, 1, 2).float().sub_(mean).div_(std)  # [T, 3, H, W]
     if len(x) % TEMPORAL:
         x = torch.cat([x, x[-1:]])
     t, h, w = len(x) // TEMPORAL, x.shape[2] // 14, x.shape[3] // 14
     x = x.view(t, TEMPORAL, 3, h // 2, 2, 14, w // 2, 2, 14).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     return x.reshape(t * h * w, 3 * TEMPORAL * 14 * 14)
+
+
+@functools.lru_cache
+def _normalisation(device: torch.device) -> list[torch.Tensor]:
+    return [torch.tensor(v).mul(255.0).view(3, 1, 1).to(device) for v in (CLIP_MEAN, CLIP_STD)]
 
 
 # ---------------------------------------------------------------------------------------------- small helpers

@@ -100,6 +100,7 @@ def select_device(local_rank: int) -> None:
     check_driver()
     if not torch.cuda.is_available():
         return
+    _same_bits_again()
     ranks = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # so that all ranks see the same error
     if ranks > torch.cuda.device_count():
         raise ValueError(f"--nproc-per-node {ranks}: this host has {torch.cuda.device_count()} visible GPUs")
@@ -107,6 +108,14 @@ def select_device(local_rank: int) -> None:
         if "expandable_segments:True" in os.environ.get(name, ""):
             raise ValueError(f"{name} has expandable_segments:True, which clashes with shared mappings: unset it")
     torch.cuda.set_device(local_rank)
+
+
+def _same_bits_again() -> None:
+    """Kernels that add in an order that changes (flash attention's backward among them) are replaced by those that do
+    not: only then can two schedules give the same update. Call before CUDA starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 FOREIGN_GIB = 2.0  # on a GPU before our first allocation: our CUDA context and the MPS server need less (assumed)

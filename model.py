@@ -16,11 +16,8 @@ Responses of unequal length travel end to end, without padding. They attend to t
 calls of a flash kernel, merged by their log-sum-exp: a prompt's K and V are read where they lie, once for all its
 responses, and never copied.
 
-The language model is tensor parallel. The vision tower (transformers) is whole on every rank, and the ranks of a
-replica share out the media: in it, patches attend only within their temporal slice (two frames of a clip, or an image),
-so each rank encodes some slices and all gather the features. A rank's gradient of the tower is then only its share:
-is_partial() names these parameters, and optimizer.py adds the shares up. All parameters are views of memory that
-weights.py lays out: this file only says which function they compute.
+The language model is tensor parallel; the ranks of a replica share out the media (vision.py). All parameters are views
+of memory that weights.py lays out: this file only says which function they compute.
 
 Run:
     python model.py                          # CPU or GPU: the tiny model's split pass; what sharing a prefix saves
@@ -29,29 +26,25 @@ Left out on purpose: pipeline and context parallelism, recomputation by layer, f
 To add a model, add its configuration to configs.py, its tensors to weights.table() and its forward pass here.
 """
 
-import copy
 import os
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface, Qwen2_5_VLConfig, vision_utils
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers import Qwen2_5_VLConfig
 
 import memory
 from configs import forbidden_ids
 from rollout import FORBIDDEN_BIAS
+from vision import VisionTower, WithMedia
 from weights import VOCAB_MULTIPLE
 
 # B prompts, N responses a prompt, P prompt tokens, S response tokens (padded), T tokens of all responses (packed), H
@@ -93,8 +86,9 @@ def positions(input_ids: list[int], grid_thw: list[list[int]], second_per_grid: 
 class _Packed:
     """Sequences of these lengths, end to end in a tensor's first dimension; `starts` [n + 1] int32 bounds them."""
 
-    def __init__(self, lengths: list[int], device: torch.device):
-        self.lengths, self.starts = lengths, F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device, torch.int32)
+    def __init__(self, lengths: list[int]):
+        starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+        self.lengths, self.starts = lengths, memory.upload(starts, torch.int32)
 
 
 @dataclass
@@ -110,14 +104,14 @@ class _Boundary(PackedSeqParams):
     groups: list[tuple] = field(default_factory=list)  # each prompt's rows, these as one sequence, its P−1 keys
 
 
-def _suffix_boundary(prefix: "Prefix", lengths: list[list[int]], device: torch.device) -> _Boundary:
+def _suffix_boundary(prefix: "Prefix", lengths: list[list[int]]) -> _Boundary:
     """For responses of these lengths, prompt by prompt."""
     groups, start = [], 0
     for sample, own in zip(prefix.samples, lengths, strict=True):
         rows, prefix_tokens = sum(own), len(sample.input_ids) - 1
-        groups.append((slice(start, start + rows), _Packed([rows], device), _Packed([prefix_tokens], device)))
+        groups.append((slice(start, start + rows), _Packed([rows]), _Packed([prefix_tokens])))
         start += rows
-    responses = _Packed([n for own in lengths for n in own], device)
+    responses = _Packed([n for own in lengths for n in own])
     return _Boundary(qkv_format="sbhd", kv=prefix.kv, responses=responses, groups=groups)
 
 
@@ -231,103 +225,9 @@ def _causal(query, key, value) -> torch.Tensor:
     return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
 
-def _varlen_attention(module, query, key, value, attention_mask, cu_seq_lens_q, max_length_q, scaling, **unused):
-    """transformers' attention interface on PyTorch's flash kernel: all windows of a clip in one call.
-
-    query, key, value [1, heads, patches, D] -> [1, patches, heads, D]; cu_seq_lens_q: where each window starts;
-    max_length_q: an int, so that nothing waits for the device.
-    """
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling)
-    return out[None], None
-
-
 def _require_kernels(device: torch.device, dtype: torch.dtype) -> None:
     if device.type == "cuda" and dtype == torch.float32:
         raise ValueError("--dtype float32: a GPU's flash attention has no kernel for it; use --dtype bfloat16")
-
-
-# transformers hands window boundaries only to implementations whose name says flash. A CPU has no such kernel: sdpa, by
-# window.
-AttentionInterface.register("flash_varlen", _varlen_attention)
-
-
-# ---- the media, shared out over the ranks of a replica ---------------------------------------------------------------
-
-
-def is_partial(name: str) -> bool:
-    """Whether a rank's gradient of this parameter is only its share, to be summed over the tensor-parallel group."""
-    return name.startswith("vision.")
-
-
-def share_out(grid: list[list[int]], ranks: int) -> list[list[list[int]]]:
-    """Cut the temporal slices of media [[t, h, w], ...] into a part for each rank, again as media: contiguous, and as
-    equal in patches as whole slices can be. A slice goes to the rank in whose equal share of the patches its middle
-    lies; with fewer slices than ranks, some get none."""
-    total, before = sum(t * h * w for t, h, w in grid), 0
-    parts: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for t, h, w in grid:
-        middles = (2 * (before + i * h * w) + h * w for i in range(t))  # doubled, to stay whole
-        for rank, own in Counter(middle * ranks // (2 * total) for middle in middles).items():
-            parts[rank].append([own, h, w])
-        before += t * h * w
-    return parts
-
-
-class _WithMedia(torch.autograd.Function):
-    """Token embeddings with all ranks' features in the places of the media.
-
-    Backward, a rank takes the gradient of its own features and needs no other rank: the language model's input is the
-    same on all of them, and the gradient there is whole. Nothing but the places is saved, and nothing waits for the
-    device (masked_scatter's backward would).
-    """
-
-    @staticmethod
-    def forward(ctx, embedded, own, rows, lengths):
-        """embedded [tokens, hidden], own features [lengths[rank], hidden], rows [sum(lengths)]: where all ranks'
-        features belong -> [tokens, hidden]. A collective of the tensor-parallel group."""
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        ctx.own = slice(start := sum(lengths[:rank]), start + lengths[rank])
-        ctx.save_for_backward(rows)
-        return embedded.index_copy(0, rows, _gathered(own, lengths).to(embedded.dtype))
-
-    @staticmethod
-    def backward(ctx, grad):
-        (rows,) = ctx.saved_tensors
-        return grad.index_fill(0, rows, 0), grad.index_select(0, rows[ctx.own]), None, None
-
-
-def _gathered(own: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """[lengths[rank], hidden] of each rank -> [sum(lengths), hidden], in one piece padded to the longest. A collective
-    of the tensor-parallel group."""
-    if len(lengths) == 1:
-        return own
-    everyone = own.new_empty(len(lengths), max(lengths), own.shape[1])
-    padded = F.pad(own, (0, 0, 0, max(lengths) - len(own)))
-    group = parallel_state.get_tensor_model_parallel_group()
-    dist.all_gather_into_tensor(everyone.flatten(0, 1), padded.contiguous(), group=group)
-    return torch.cat([part[:n] for part, n in zip(everyone, lengths, strict=True)])
-
-
-def _rows(tensors: list[torch.Tensor], start: int, stop: int) -> torch.Tensor:
-    """Rows `start` to `stop` of tensors that stand end to end; only these are copied."""
-    parts = []
-    for tensor in tensors:
-        parts.append(tensor[max(0, start) : max(0, stop)])
-        start, stop = start - len(tensor), stop - len(tensor)
-    return torch.cat(parts)
-
-
-def _vision_tables(grid: torch.Tensor, vision_config) -> dict:
-    """What the vision tower derives from its media's grid [media, 3]: made on the CPU, where transformers' loops over
-    it wait for nothing, and moved in whole."""
-    merge, window, patch = (getattr(vision_config, f"{n}_size") for n in ("spatial_merge", "window", "patch"))
-    order, windows = vision_utils.get_vision_window_index(grid, merge, window, patch)
-    slices = vision_utils.get_vision_cu_seqlens(grid)
-    places = vision_utils.get_vision_position_ids(grid, merge)
-    tables = dict(position_ids=places, window_index=order, cu_seqlens=slices, cu_window_seqlens=windows)
-    longest = dict(max_seqlen=int(slices.diff().max()), max_window_seqlen=int(windows.diff().max()))
-    return {name: memory.upload(table) for name, table in tables.items()} | longest
 
 
 # ---- layers whose weights match the engine's storage -----------------------------------------------------------------
@@ -423,14 +323,7 @@ class QwenVL(torch.nn.Module):
         _require_kernels(memory.device(), dtype)
         self.config = config
         self.dtype = dtype
-        with torch.device("meta"):
-            self.vision = Qwen2_5_VisionTransformerPretrainedModel._from_config(
-                copy.deepcopy(config.vision_config), dtype=dtype
-            )
-        if memory.device().type == "cuda":  # set afterwards: at construction transformers would look for a hub kernel
-            self.vision.config._attn_implementation = "flash_varlen"
-        # Only the weights need no memory: the rotary table is a buffer and needs its values.
-        self.vision.rotary_pos_emb = type(self.vision.rotary_pos_emb)(config.vision_config).to(memory.device())
+        self.vision = VisionTower(config.vision_config, dtype)
         self.lm = _language_model(config, dtype, qkv)
         self.tied = config.tie_word_embeddings
         rows = (
@@ -505,11 +398,12 @@ class QwenVL(torch.nn.Module):
             targets += [row[:n] for row, n in zip(r, own, strict=True)]
             places += [torch.arange(first, first + n) for n in own]
         tokens, pos = torch.cat(targets), torch.cat(places).expand(3, 1, -1)  # [T], [3, 1, T]
-        boundary = _suffix_boundary(prefix, lengths, tokens.device)
+        boundary = _suffix_boundary(prefix, lengths)
         hidden = self._decode(self.lm.embedding(torch.cat(inputs)[None], None), pos, boundary)  # [T, 1, hidden]
         weight = self.lm.shared_embedding_or_output_weight() if self.tied else None
         logits, _ = self.lm.output_layer(hidden, weight=weight)  # [T, 1, V]
-        logits = (logits.float() + self.logit_bias) / temperature
+        logits = logits + self.logit_bias  # FP32, as the bias is
+        logits = logits if temperature == 1 else logits / temperature
         logprobs = -tensor_parallel.vocab_parallel_cross_entropy(logits, tokens[:, None])[:, 0]
         parts = iter(logprobs.split(boundary.responses.lengths))
         return [
@@ -539,32 +433,16 @@ class QwenVL(torch.nn.Module):
         ids = pad_sequence([sample.input_ids for sample in samples], batch_first=True)  # [B, P] on the CPU
         visual = (ids == self.config.video_token_id) | (ids == self.config.image_token_id)
         prompt, place = visual.nonzero(as_tuple=True)  # prompt by prompt, as the features come
-        grid = torch.cat([sample.grid_thw for sample in samples]).tolist()
-        count = sum(t * h * w for t, h, w in grid) // self.vision.spatial_merge_unit
+        media = [medium for sample in samples for medium in sample.media]
+        count = sum(sample.visual_tokens for sample in samples)
         if len(place) != count:
             raise RuntimeError(f"{len(place)} visual placeholders in the prompts, {count} features")
         embedded = self.lm.embedding(memory.upload(ids), None)
         if not count:
             return embedded
-        own, lengths = self._features(samples, grid)
+        own, lengths = self.vision.share(media)
         rows = memory.upload(place * len(samples) + prompt)  # in [P, B], end to end
-        return _WithMedia.apply(embedded.flatten(0, 1), own, rows, lengths).view_as(embedded)
-
-    def _features(self, samples: list, grid: list[list[int]]) -> tuple[torch.Tensor, list[int]]:
-        """This rank's share [visual tokens, hidden] of the features of media with these grids [[t, h, w], ...], and how
-        many tokens every rank's share has."""
-        rank, merged = parallel_state.get_tensor_model_parallel_rank(), self.vision.spatial_merge_unit
-        parts = share_out(grid, parallel_state.get_tensor_model_parallel_world_size())
-        patches = [sum(t * h * w for t, h, w in part) for part in parts]
-        lengths = [n // merged for n in patches]
-        if not patches[rank]:
-            hidden = self.config.text_config.hidden_size
-            return torch.empty(0, hidden, dtype=self.dtype, device=memory.device()), lengths
-        start, whole = sum(patches[:rank]), [s.pixel_values for s in samples if s.pixel_values is not None]
-        pixels = memory.upload(_rows(whole, start, start + patches[rank]), self.dtype)
-        own_grid = torch.tensor(parts[rank])
-        tables = _vision_tables(own_grid, self.config.vision_config)
-        return self.vision(pixels, grid_thw=own_grid, **tables).pooler_output, lengths
+        return WithMedia.apply(embedded.flatten(0, 1), own, rows, lengths).view_as(embedded)
 
     def _decode(self, embedded: torch.Tensor, pos: torch.Tensor, boundary: _Boundary) -> torch.Tensor:
         """[s, b, hidden], positions [3, b, s] -> hidden states [s, b, hidden] after the final norm."""
@@ -626,6 +504,8 @@ def _main() -> None:
     import time
     from types import SimpleNamespace
 
+    import torch.distributed as dist
+
     import configs
     import weights
 
@@ -644,7 +524,7 @@ def _main() -> None:
     model = QwenVL(config, dtype, "split")
     model.bind({shard.name: shard.parameter(snapshot.flat(shard)) for shard in snapshot.shards}, requires_grad=True)
     text = torch.randint(60, 300, (400,))
-    prompt = SimpleNamespace(input_ids=text, grid_thw=torch.zeros(0, 3), second_per_grid=[], pixel_values=None)
+    prompt = SimpleNamespace(input_ids=text, grid_thw=torch.zeros(0, 3), second_per_grid=[], media=[], visual_tokens=0)
     responses = torch.randint(60, 300, (n, s), device=memory.device())
     for groups in ([responses], [row[None] for row in responses]):  # one prefix for all, or one for each
         start = time.perf_counter()

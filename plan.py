@@ -237,11 +237,12 @@ def _norm_bytes(d: Dims, w: Workload) -> int:
 def vision_bytes(hf_config, w: Workload) -> int:
     """Saved by the vision tower for one patch: pixels, blocks, merger. A rank has patches of its own, all of each."""
     v, b = hf_config.vision_config, w.itemsize
-    norm = (4 + b) * v.hidden_size + 4 + b * v.hidden_size  # FP32 input, normalised input, 1/rms, and the output
-    # Mixed QKV, rotated queries and keys, attention output (which sdpa gathers from the windows into a second tensor).
-    attention = b * v.hidden_size * (6 if w.device == "cuda" else 7) + 4 * v.num_heads
-    pixels = b * v.in_channels * v.temporal_patch_size * v.patch_size**2 + 2 * 4 * (v.hidden_size // v.num_heads)
-    return v.depth * (2 * norm + attention + b * 4 * v.intermediate_size) + norm + 2 * b * v.hidden_size + pixels
+    hidden, inner = v.hidden_size, memory.align(v.intermediate_size, 8)  # as vision.py fills it up
+    norm = (b if w.device == "cuda" else 8) * hidden + 4 + b * hidden  # as _norm_bytes, and the output
+    # Rotated queries and keys beside the values, attention output (on a CPU gathered from the windows into a second).
+    attention = b * hidden * (4 if w.device == "cuda" else 5) + 4 * v.num_heads
+    ends = b * v.in_channels * v.temporal_patch_size * v.patch_size**2 + 4 * hidden // v.num_heads + 4  # pixels, angles
+    return v.depth * (2 * norm + attention + 2 * b * inner) + norm + 2 * b * hidden + ends
 
 
 def visual_share(w: Workload, tp: int) -> int:

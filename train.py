@@ -57,6 +57,7 @@ import model as models  # noqa: E402
 import optimizer as optim  # noqa: E402
 import plan  # noqa: E402
 import rollout  # noqa: E402
+import vision  # noqa: E402
 import weights  # noqa: E402
 from data import DataConfig  # noqa: E402
 from memory import MemoryConfig  # noqa: E402
@@ -547,7 +548,7 @@ class Trainer:
         for shard in self.shards:
             n = torch.Size(shard.storage).numel()
             views[shard.name] = shard.parameter(gradient[offset : offset + n])
-            counted, partial = not shard.replicated or self.ranks.tp_rank == 0, models.is_partial(shard.name)
+            counted, partial = not shard.replicated or self.ranks.tp_rank == 0, vision.is_partial(shard.name)
             decay, dest = len(shard.storage) > 1, self.snapshot.flat(shard)
             segments.append(optim.Segment(shard.name, n, offset, dest, decay, counted, partial))
             offset += n
@@ -876,17 +877,21 @@ def _group_flops(trainer: Trainer, group: sched.Group) -> float:
     """Useful floating-point operations of one group in a step: 2 per weight and token forward, 4 backward, and
     attention.
 
-    Forward and backward for the actor, forward for the reference; a recomputed forward does not count. The vision
-    tower's few window attentions are left out, its weights are not."""
-    text, responses = trainer.actor.config.text_config, [len(r.token_ids) for r in group.responses]
+    Forward and backward for the actor, forward for the reference; a recomputed forward does not count. Prompt tokens
+    meet neither the output layer nor, in the last layer, more than its QKV. The vision tower's few window attentions
+    are left out, its weights are not."""
+    text, responses = trainer.actor.config.text_config, sum(len(r.token_ids) for r in group.responses)
     p, patches = len(group.sample.input_ids), 4 * group.sample.visual_tokens
-    sizes = dict.fromkeys((True, False), 0)
-    for row in trainer.plan.rows:
-        if row.hf != "model.embed_tokens.weight":
-            sizes[row.hf.startswith("visual.")] += torch.Size(row.shape).numel()
-    pairs = p * p / 2 + sum(s * (p + s / 2) for s in responses)  # (query, key) pairs, the prompt once
-    forward = 2 * sizes[False] * (p + sum(responses)) + 2 * sizes[True] * patches
-    forward += 4 * text.hidden_size * text.num_hidden_layers * pairs
+    numel = {row.hf: torch.Size(row.shape).numel() for row in trainer.plan.rows}
+    tower = sum(n for name, n in numel.items() if name.startswith("visual."))
+    layers = sum(n for name, n in numel.items() if name.startswith("model.layers."))
+    last = f"model.layers.{text.num_hidden_layers - 1}."
+    unused = sum(n for name, n in numel.items() if name.startswith(last) and not name.startswith(f"{last}self_attn."))
+    unused += numel[f"{last}self_attn.o_proj.weight"]
+    output = numel["model.embed_tokens.weight"]  # as large as the output layer
+    forward = 2 * ((layers - unused) * p + (layers + output) * responses + tower * patches)
+    pairs = p * p / 2 + sum(len(r.token_ids) * (p + len(r.token_ids) / 2) for r in group.responses)
+    forward += 4 * text.hidden_size * text.num_hidden_layers * pairs  # (query, key) pairs, the prompt's once
     return forward * (3 + (trainer.schedule.reference is not None))
 
 

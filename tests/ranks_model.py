@@ -14,8 +14,9 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 import configs
 import memory
 import model as models
+import vision
 import weights
-from data import Media, Sample
+from data import Media, Sample, patchify
 
 TEMPERATURE = 0.7
 # t, h, w
@@ -49,10 +50,10 @@ def reference_logprobs(hf, config, sample: Sample, responses: torch.Tensor) -> t
     tail = int(prompt.max()) + 1 + torch.arange(s)
     position = torch.cat([prompt[:, None].expand(3, n, -1), tail.expand(3, n, s)], -1)
     media: dict = {"pixel_values_videos": [], "video_grid_thw": [], "pixel_values": [], "image_grid_thw": []}
-    pixels = iter(sample.pixel_values.split([int(g.prod()) for g in sample.grid_thw])) if sample.media else iter(())
-    for kind, grid in zip((m.kind for m in sample.media), sample.grid_thw, strict=True):
-        names = ("pixel_values_videos", "video_grid_thw") if kind == "video" else ("pixel_values", "image_grid_thw")
-        media[names[0]].append(next(pixels))
+    for medium, grid in zip(sample.media, sample.grid_thw, strict=True):
+        video = medium.kind == "video"
+        names = ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
+        media[names[0]].append(patchify(torch.from_numpy(medium.frames)))
         media[names[1]].append(grid)
     inputs = {k: (torch.cat(v) if k.startswith("pixel") else torch.stack(v)) for k, v in media.items() if v}
     inputs = {k: v.repeat(n, 1) for k, v in inputs.items()}
@@ -126,9 +127,9 @@ def case(source: Path, kinds: list[str], qkv: str, dtype: torch.dtype, logprob_b
 def check_shares(actor, samples: list) -> None:
     """After a backward pass: a rank without a slice has no gradient of the vision tower, every other one has."""
     grid = torch.cat([sample.grid_thw for sample in samples]).tolist()
-    own = models.share_out(grid, dist.get_world_size())[dist.get_rank()]
+    own = vision.share_out(grid, dist.get_world_size())[dist.get_rank()]
     for name, parameter in actor.named_parameters():
-        if models.is_partial(name):
+        if vision.is_partial(name):
             assert (parameter.grad is not None) == bool(own), f"{name}: this rank encodes {own} of {grid}"
 
 
@@ -178,7 +179,7 @@ def compare_gradients(actor, theirs: dict, table: list, plan, bar: float) -> Non
         if all(p.grad is None for p in full):  # a text-only prompt does not reach the vision tower
             assert parameter.grad is None, name
             continue
-        if models.is_partial(name):
+        if vision.is_partial(name):
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(parameter.grad)
         pieces = [

@@ -14,12 +14,12 @@ import weakref
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import configs
+import data
 import memory
 import plan
 import weights
@@ -111,13 +111,14 @@ def _config(shape: tuple):
 
 def _sample(config, grid: tuple | None, tokens: int, seed: int):
     generator = torch.Generator().manual_seed(seed)
-    ids, pixels, grids = torch.randint(60, 300, (tokens,), generator=generator), None, torch.zeros(0, 3).long()
+    ids, media = torch.randint(60, 300, (tokens,), generator=generator), []
     if grid is not None:
-        count = math.prod(grid)
-        ids[1], ids[2 : 2 + count // 4] = config.vision_start_token_id, config.video_token_id
-        pixels, grids = torch.randn(count, 1176, generator=generator), torch.tensor([grid])
-    seconds = [1.0] * len(grids)
-    return SimpleNamespace(input_ids=ids, grid_thw=grids, second_per_grid=seconds, pixel_values=pixels)
+        t, h, w = grid
+        ids[1], ids[2 : 2 + math.prod(grid) // 4] = config.vision_start_token_id, config.video_token_id
+        frames = torch.randint(256, (2 * t, 14 * h, 14 * w, 3), generator=generator, dtype=torch.uint8)
+        media = [data.Media("video", frames.numpy(), 2.0)]
+    grids = torch.tensor([m.grid for m in media]).reshape(-1, 3)
+    return data.Sample(0, "", [], ids, media, grids, [1.0] * len(media), "", "", "", [])
 
 
 class _Kept:
@@ -239,7 +240,7 @@ def test_device_changes_only_what_its_kernels_save():
     cpu, gpu = Workload(device="cpu", prompt_tokens=2, visual_tokens=0), Workload(prompt_tokens=2, visual_tokens=0)
     norms, hidden = 2 * 27 + 1, 3584
     assert plan.prefix_bytes(config, cpu, 1) - plan.prefix_bytes(config, gpu, 1) == norms * (8 - 2) * hidden
-    assert plan.vision_bytes(config, cpu) - plan.vision_bytes(config, gpu) == 32 * 2 * 1280
+    assert plan.vision_bytes(config, cpu) - plan.vision_bytes(config, gpu) == (65 * 6 + 32 * 2) * 1280
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
