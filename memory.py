@@ -114,7 +114,7 @@ def _same_bits_again() -> None:
     """Kernels that add in an order that changes (flash attention's backward among them) are replaced by those that do
     not: only then can two schedules give the same update. Call before CUDA starts."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # with warn_only flash attention would not be
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
@@ -248,7 +248,7 @@ def upload(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tens
     """A CPU tensor on the device, as `dtype`. To a GPU it goes through pinned memory: the host waits for nothing that
     the device still has to do. A CPU only converts it."""
     tensor = tensor.to(dtype or tensor.dtype)
-    return tensor.pin_memory().to(device(), non_blocking=True) if torch.cuda.is_available() else tensor
+    return tensor.contiguous().pin_memory().to(device(), non_blocking=True) if torch.cuda.is_available() else tensor
 
 
 def backend() -> str:
