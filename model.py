@@ -16,20 +16,24 @@ Responses of unequal length travel end to end, without padding. They attend to t
 calls of a flash kernel, merged by their log-sum-exp: a prompt's K and V are read where they lie, once for all its
 responses, and never copied.
 
+With `recompute_layers` a pass that is trained keeps only the input of each layer and of each block of the vision tower;
+backward computes one after the other again. K and V leave such a layer as its outputs, so that the boundary's gradients
+find their way back into it.
+
 The language model is tensor parallel; the vision tower (transformers) is replicated, every rank computing the same
 values. All parameters are views of memory that weights.py lays out: this file only says which function they compute.
 
 Run:
     python model.py                          # CPU or GPU: the tiny model's split pass; what sharing a prefix saves
     torchrun --nproc-per-node 2 model.py     # the same at TP 2
-Left out on purpose: pipeline and context parallelism, recomputation by layer, fused GPU kernels.
+Left out on purpose: pipeline and context parallelism, fused GPU kernels.
 To add a model, add its configuration to configs.py, its tensors to weights.table() and its forward pass here.
 """
 
 import copy
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -39,6 +43,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, Qwen2_5_VLConfig
@@ -103,9 +108,12 @@ class _Boundary(PackedSeqParams):
     kv: dict = field(default_factory=dict)
     responses: _Packed | None = None  # in a suffix pass
     groups: list[tuple] = field(default_factory=list)  # each prompt's rows, these as one sequence, its P−1 keys
+    again: bool = False  # whether layers keep only their input
 
 
-def _suffix_boundary(prefix: "Prefix", lengths: list[list[int]], device: torch.device) -> _Boundary:
+def _suffix_boundary(
+    prefix: "Prefix", lengths: list[list[int]], device: torch.device, again: bool = False
+) -> _Boundary:
     """For responses of these lengths, prompt by prompt."""
     groups, start = [], 0
     for sample, own in zip(prefix.samples, lengths, strict=True):
@@ -113,7 +121,7 @@ def _suffix_boundary(prefix: "Prefix", lengths: list[list[int]], device: torch.d
         groups.append((slice(start, start + rows), _Packed([rows], device), _Packed([prefix_tokens], device)))
         start += rows
     responses = _Packed([n for own in lengths for n in own], device)
-    return _Boundary(qkv_format="sbhd", kv=prefix.kv, responses=responses, groups=groups)
+    return _Boundary(qkv_format="sbhd", kv=prefix.kv, responses=responses, groups=groups, again=again)
 
 
 class _AllCaptured(Exception):
@@ -309,6 +317,56 @@ class SplitQKV(torch.nn.Module):
         return torch.cat([q, k, v], dim=-1).flatten(-2), None
 
 
+# ---- layers that are computed again ----------------------------------------------------------------------------------
+
+
+class _Again(torch.autograd.Function):
+    """Runs a layer of which autograd keeps only the input; backward runs it a second time and goes back through that.
+
+    `layer` takes the input and returns a tuple of outputs. Whatever else it reads gets its gradient from the second
+    run itself: parameters through their hooks, a suffix's prefix keys and values in their `.grad`. Hooks for saved
+    tensors that surround the outer backward see what the second run saves.
+    """
+
+    @staticmethod
+    def forward(ctx, layer, hidden):
+        ctx.layer = layer
+        ctx.save_for_backward(hidden)
+        ctx.set_materialize_grads(False)
+        return layer(hidden.detach())  # detached: Megatron enables gradients for its residual additions
+
+    @staticmethod
+    def backward(ctx, *grads):
+        hidden = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            outputs = ctx.layer(hidden)
+        used = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+        torch.autograd.backward(*zip(*used, strict=True))
+        return None, hidden.grad
+
+
+class _Layer(TransformerLayer):
+    """Megatron's layer, computed again in its backward where the boundary says so."""
+
+    def forward(self, hidden_states, packed_seq_params, **kwargs):
+        """[s, b, hidden] -> [s, b, hidden], None (Megatron's context)."""
+        boundary, number = packed_seq_params, self.layer_number
+        prefix = boundary.responses is None
+        last = prefix and number == self.config.num_layers  # ends in _AllCaptured: only its norm would be kept anyway
+        if not boundary.again or last or not torch.is_grad_enabled():
+            return super().forward(hidden_states, packed_seq_params=boundary, **kwargs)
+
+        def layer(hidden):
+            own = replace(boundary, kv={}) if prefix else boundary  # the second key and value are not for the boundary
+            out, _ = super(_Layer, self).forward(hidden, packed_seq_params=own, **kwargs)
+            return (out, *own.kv[number]) if prefix else (out,)
+
+        out, *pair = _Again.apply(layer, hidden_states)
+        if prefix:
+            boundary.kv[number] = tuple(pair)  # with a graph, which inside the layer they have not
+        return out, None
+
+
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
@@ -334,7 +392,7 @@ class QwenVL(torch.nn.Module):
     for float32 on a GPU.
     """
 
-    def __init__(self, config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str):
+    def __init__(self, config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str, recompute_layers: bool = False):
         super().__init__()
         _require_kernels(memory.device(), dtype)
         self.config = config
@@ -347,6 +405,9 @@ class QwenVL(torch.nn.Module):
             self.vision.config._attn_implementation = "flash_varlen"
         # Only the weights need no memory: the rotary table is a buffer and needs its values.
         self.vision.rotary_pos_emb = type(self.vision.rotary_pos_emb)(config.vision_config).to(memory.device())
+        for block in self.vision.blocks:  # where transformers would call its own checkpointing
+            block.gradient_checkpointing, block._gradient_checkpointing_func = True, self._block
+        self.recompute_layers = recompute_layers
         self.lm = _language_model(config, dtype, qkv)
         self.tied = config.tie_word_embeddings
         rows = (
@@ -397,7 +458,8 @@ class QwenVL(torch.nn.Module):
         places = [positions(s.input_ids.tolist(), s.grid_thw.tolist(), s.second_per_grid, self.config) for s in samples]
         longest = max(pos.shape[1] for pos in places)
         pos = torch.stack([F.pad(pos, (0, longest - pos.shape[1])) for pos in places], dim=1)  # [3, B, P]
-        boundary, end = _Boundary(qkv_format="sbhd"), max(1, longest - 1)  # one that nobody sees if P is 1 for all
+        boundary = _Boundary(qkv_format="sbhd", again=self.recompute_layers)
+        end = max(1, longest - 1)  # one that nobody sees if P is 1 for all
         with suppress(_AllCaptured):
             self._decode(self._embed(samples)[:end], pos[:, :, :end], boundary)
         if torch.is_grad_enabled() and not all(t.requires_grad for pair in boundary.kv.values() for t in pair):
@@ -421,7 +483,7 @@ class QwenVL(torch.nn.Module):
             targets += [row[:n] for row, n in zip(r, own, strict=True)]
             places += [torch.arange(first, first + n) for n in own]
         tokens, pos = torch.cat(targets), torch.cat(places).expand(3, 1, -1)  # [T], [3, 1, T]
-        boundary = _suffix_boundary(prefix, lengths, tokens.device)
+        boundary = _suffix_boundary(prefix, lengths, tokens.device, self.recompute_layers)
         hidden = self._decode(self.lm.embedding(torch.cat(inputs)[None], None), pos, boundary)  # [T, 1, hidden]
         weight = self.lm.shared_embedding_or_output_weight() if self.tied else None
         logits, _ = self.lm.output_layer(hidden, weight=weight)  # [T, 1, V]
@@ -466,6 +528,11 @@ class QwenVL(torch.nn.Module):
         by_prompt = embedded.transpose(0, 1)  # features come prompt by prompt
         return by_prompt.masked_scatter(visual[:, :, None], features.to(embedded.dtype)).transpose(0, 1).contiguous()
 
+    def _block(self, block, hidden: torch.Tensor) -> torch.Tensor:
+        if self.recompute_layers and torch.is_grad_enabled():
+            return _Again.apply(lambda x: (block(x),), hidden)[0]
+        return block(hidden)
+
     def _decode(self, embedded: torch.Tensor, pos: torch.Tensor, boundary: _Boundary) -> torch.Tensor:
         """[s, b, hidden], positions [3, b, s] -> hidden states [s, b, hidden] after the final norm."""
         rotary = self.lm.rotary_pos_emb(pos.to(memory.device()), self.lm.mrope_section)
@@ -505,6 +572,7 @@ def _language_model(config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str) -> G
         gradient_accumulation_fusion=False,
     )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.module = _Layer
     spec.submodules.self_attention.submodules.core_attention = BoundaryAttention
     spec.submodules.mlp = GatedMLP
     if qkv == "split":

@@ -539,7 +539,7 @@ class Trainer:
 
     def _build(self, hf_config) -> None:
         config = self.config
-        self.actor = models.QwenVL(hf_config, config.torch_dtype, config.qkv)
+        self.actor = models.QwenVL(hf_config, config.torch_dtype, config.qkv, config.memory.recompute_layers)
         self.actor.bind({s.name: s.parameter(self.snapshot.flat(s)) for s in self.shards}, requires_grad=True)
         gradient = self.arena.acquire("gradient").view(torch.float32)
         segments, offset, views = [], 0, {}
