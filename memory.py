@@ -344,6 +344,10 @@ class MemoryConfig:
     activations: Literal["keep", "offload", "recompute"] = "keep"
     """Of actor prefixes, between their forward and backward: keep them on the device, move them to the host pool as
     they are produced, or drop them and compute the prefix a second time."""
+    recompute_layers: bool = False
+    """Keep only the input of each layer that a training pass saves (language model and vision tower) and compute the
+    rest again, layer by layer, in its backward: a second forward pass of prefixes and suffixes, whose activations then
+    no longer bound the budgets. `activations` decides about a prefix's inputs as about all that it saves otherwise."""
     offload_gib: float = 4.0
     """Part of the host pool for offloaded activations, GiB a rank; used with activations offload only."""
     state_offload: bool = True

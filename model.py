@@ -16,19 +16,23 @@ Responses of unequal length travel end to end, without padding. They attend to t
 calls of a flash kernel, merged by their log-sum-exp: a prompt's K and V are read where they lie, once for all its
 responses, and never copied.
 
+With `recompute_layers` a pass that is trained keeps only the input of each layer and of each block of the vision tower;
+backward computes one after the other again. K and V leave such a layer as its outputs, so that the boundary's gradients
+find their way back into it.
+
 The language model is tensor parallel; the ranks of a replica share out the media (vision.py). All parameters are views
 of memory that weights.py lays out: this file only says which function they compute.
 
 Run:
     python model.py                          # CPU or GPU: the tiny model's split pass; what sharing a prefix saves
     torchrun --nproc-per-node 2 model.py     # the same at TP 2
-Left out on purpose: pipeline and context parallelism, recomputation by layer, fused GPU kernels.
+Left out on purpose: pipeline and context parallelism, fused GPU kernels.
 To add a model, add its configuration to configs.py, its tensors to weights.table() and its forward pass here.
 """
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -38,11 +42,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2_5_VLConfig
 
 import memory
 from configs import forbidden_ids
+from layers import Again, gated_mlp
 from rollout import FORBIDDEN_BIAS
 from vision import VisionTower, WithMedia
 from weights import VOCAB_MULTIPLE
@@ -102,9 +108,10 @@ class _Boundary(PackedSeqParams):
     kv: dict = field(default_factory=dict)
     responses: _Packed | None = None  # in a suffix pass
     groups: list[tuple] = field(default_factory=list)  # each prompt's rows, these as one sequence, its P−1 keys
+    again: bool = False  # whether layers keep only their input
 
 
-def _suffix_boundary(prefix: "Prefix", lengths: list[list[int]]) -> _Boundary:
+def _suffix_boundary(prefix: "Prefix", lengths: list[list[int]], again: bool = False) -> _Boundary:
     """For responses of these lengths, prompt by prompt."""
     groups, start = [], 0
     for sample, own in zip(prefix.samples, lengths, strict=True):
@@ -112,7 +119,7 @@ def _suffix_boundary(prefix: "Prefix", lengths: list[list[int]]) -> _Boundary:
         groups.append((slice(start, start + rows), _Packed([rows]), _Packed([prefix_tokens])))
         start += rows
     responses = _Packed([n for own in lengths for n in own])
-    return _Boundary(qkv_format="sbhd", kv=prefix.kv, responses=responses, groups=groups)
+    return _Boundary(qkv_format="sbhd", kv=prefix.kv, responses=responses, groups=groups, again=again)
 
 
 class _AllCaptured(Exception):
@@ -269,7 +276,8 @@ class GatedMLP(torch.nn.Module):
     def forward(self, x, **unused):
         """[s, b, hidden] -> [s, b, hidden], None (Megatron's bias, added elsewhere)."""
         x = tensor_parallel.copy_to_tensor_model_parallel_region(x)
-        return self.down(F.silu(self.gate(x)[0]) * self.up(x)[0])
+        out = gated_mlp(x.flatten(0, 1), self.gate, self.up, self.down).view_as(x)
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(out), None
 
 
 class SplitQKV(torch.nn.Module):
@@ -291,6 +299,31 @@ class SplitQKV(torch.nn.Module):
         v = self.v(x)[0].unflatten(-1, (-1, self.head_size))
         q = self.q(x)[0].unflatten(-1, (k.shape[2], -1))  # [s, b, K, r·D]
         return torch.cat([q, k, v], dim=-1).flatten(-2), None
+
+
+# ---- layers that are computed again ----------------------------------------------------------------------------------
+
+
+class _Layer(TransformerLayer):
+    """Megatron's layer, computed again in its backward where the boundary says so."""
+
+    def forward(self, hidden_states, packed_seq_params, **kwargs):
+        """[s, b, hidden] -> [s, b, hidden], None (Megatron's context)."""
+        boundary, number = packed_seq_params, self.layer_number
+        prefix = boundary.responses is None
+        last = prefix and number == self.config.num_layers  # ends in _AllCaptured: only its norm would be kept anyway
+        if not boundary.again or last or not torch.is_grad_enabled():
+            return super().forward(hidden_states, packed_seq_params=boundary, **kwargs)
+
+        def layer(hidden):
+            own = replace(boundary, kv={}) if prefix else boundary  # the second key and value are not for the boundary
+            out, _ = super(_Layer, self).forward(hidden, packed_seq_params=own, **kwargs)
+            return (out, *own.kv[number]) if prefix else (out,)
+
+        out, *pair = Again.apply(layer, hidden_states)
+        if prefix:
+            boundary.kv[number] = tuple(pair)  # with a graph, which inside the layer they have not
+        return out, None
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -318,12 +351,13 @@ class QwenVL(torch.nn.Module):
     for float32 on a GPU.
     """
 
-    def __init__(self, config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str):
+    def __init__(self, config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str, recompute_layers: bool = False):
         super().__init__()
         _require_kernels(memory.device(), dtype)
         self.config = config
         self.dtype = dtype
         self.vision = VisionTower(config.vision_config, dtype)
+        self.recompute_layers = recompute_layers
         self.lm = _language_model(config, dtype, qkv)
         self.tied = config.tie_word_embeddings
         rows = (
@@ -374,7 +408,8 @@ class QwenVL(torch.nn.Module):
         places = [positions(s.input_ids.tolist(), s.grid_thw.tolist(), s.second_per_grid, self.config) for s in samples]
         longest = max(pos.shape[1] for pos in places)
         pos = torch.stack([F.pad(pos, (0, longest - pos.shape[1])) for pos in places], dim=1)  # [3, B, P]
-        boundary, end = _Boundary(qkv_format="sbhd"), max(1, longest - 1)  # one that nobody sees if P is 1 for all
+        boundary = _Boundary(qkv_format="sbhd", again=self.recompute_layers)
+        end = max(1, longest - 1)  # one that nobody sees if P is 1 for all
         with suppress(_AllCaptured):
             self._decode(self._embed(samples)[:end], pos[:, :, :end], boundary)
         if torch.is_grad_enabled() and not all(t.requires_grad for pair in boundary.kv.values() for t in pair):
@@ -398,7 +433,7 @@ class QwenVL(torch.nn.Module):
             targets += [row[:n] for row, n in zip(r, own, strict=True)]
             places += [torch.arange(first, first + n) for n in own]
         tokens, pos = torch.cat(targets), torch.cat(places).expand(3, 1, -1)  # [T], [3, 1, T]
-        boundary = _suffix_boundary(prefix, lengths)
+        boundary = _suffix_boundary(prefix, lengths, self.recompute_layers)
         hidden = self._decode(self.lm.embedding(torch.cat(inputs)[None], None), pos, boundary)  # [T, 1, hidden]
         weight = self.lm.shared_embedding_or_output_weight() if self.tied else None
         logits, _ = self.lm.output_layer(hidden, weight=weight)  # [T, 1, V]
@@ -440,7 +475,7 @@ class QwenVL(torch.nn.Module):
         embedded = self.lm.embedding(memory.upload(ids), None)
         if not count:
             return embedded
-        own, lengths = self.vision.share(media)
+        own, lengths = self.vision.share(media, self.recompute_layers)
         rows = memory.upload(place * len(samples) + prompt)  # in [P, B], end to end
         return WithMedia.apply(embedded.flatten(0, 1), own, rows, lengths).view_as(embedded)
 
@@ -483,6 +518,7 @@ def _language_model(config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str) -> G
         gradient_accumulation_fusion=False,
     )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.module = _Layer
     spec.submodules.self_attention.submodules.core_attention = BoundaryAttention
     spec.submodules.mlp = GatedMLP
     if qkv == "split":

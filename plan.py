@@ -218,14 +218,14 @@ def _dims(hf_config, tp: int) -> Dims:
 
 
 def layer_bytes(d: Dims, w: Workload) -> int:
-    """Saved by one layer of the language model for one token.
+    """Saved by one layer of the language model for one token, if it is not computed again.
 
     Two RMSNorms, each with its output, which a matrix product reads; values, rotated queries and keys, the rotary table
-    (cosine and sine, for both), attention output and log-sum-exp; gate, up, silu(gate) and their product.
+    (cosine and sine, for both), attention output and log-sum-exp; gate and up.
     """
     b = w.itemsize
     attention = b * (2 * d.query + 2 * d.kv + 4 * d.head) + 4 * d.heads
-    return 2 * (_norm_bytes(d, w) + b * d.hidden) + attention + b * 4 * d.inner
+    return 2 * (_norm_bytes(d, w) + b * d.hidden) + attention + b * 2 * d.inner
 
 
 def _norm_bytes(d: Dims, w: Workload) -> int:
@@ -234,15 +234,28 @@ def _norm_bytes(d: Dims, w: Workload) -> int:
     return (w.itemsize if w.device == "cuda" else 8) * d.hidden + 4
 
 
-def vision_bytes(hf_config, w: Workload) -> int:
-    """Saved by the vision tower for one patch: pixels, blocks, merger. A rank has patches of its own, all of each."""
+def block_bytes(hf_config, w: Workload) -> int:
+    """Saved by one block of the vision tower for one patch. A rank has patches of its own, all of each."""
     v, b = hf_config.vision_config, w.itemsize
-    hidden, inner = v.hidden_size, memory.align(v.intermediate_size, 8)  # as vision.py fills it up
-    norm = (b if w.device == "cuda" else 8) * hidden + 4 + b * hidden  # as _norm_bytes, and the output
     # Rotated queries and keys beside the values, attention output (on a CPU gathered from the windows into a second).
-    attention = b * hidden * (4 if w.device == "cuda" else 5) + 4 * v.num_heads
-    ends = b * v.in_channels * v.temporal_patch_size * v.patch_size**2 + 4 * hidden // v.num_heads + 4  # pixels, angles
-    return v.depth * (2 * norm + attention + 2 * b * inner) + norm + 2 * b * hidden + ends
+    attention = b * v.hidden_size * (4 if w.device == "cuda" else 5) + 4 * v.num_heads
+    inner = memory.align(v.intermediate_size, 8)  # as layers.py fills it up
+    return 2 * _vision_norm_bytes(v, w) + attention + 2 * b * inner
+
+
+def _vision_norm_bytes(v, w: Workload) -> int:
+    """As _norm_bytes, and the output."""
+    return (w.itemsize if w.device == "cuda" else 8) * v.hidden_size + 4 + w.itemsize * v.hidden_size
+
+
+def vision_bytes(hf_config, w: Workload, again: bool = False) -> int:
+    """Saved by the vision tower for one patch: pixels, blocks, merger. With `again` a block keeps its input only; the
+    rotary table (cosine and sine) of all blocks is then no saved tensor."""
+    v, b = hf_config.vision_config, w.itemsize
+    pixels = b * v.in_channels * v.temporal_patch_size * v.patch_size**2 + 4  # and its token's place
+    blocks = v.depth * (b * v.hidden_size if again else block_bytes(hf_config, w))
+    rotary = 0 if again else 4 * (v.hidden_size // v.num_heads)
+    return blocks + rotary + _vision_norm_bytes(v, w) + 2 * b * v.hidden_size + pixels
 
 
 def visual_share(w: Workload, tp: int) -> int:
@@ -251,14 +264,37 @@ def visual_share(w: Workload, tp: int) -> int:
     return min(w.visual_tokens, math.ceil(slices / tp) * w.slice_tokens)
 
 
-def prefix_bytes(hf_config, w: Workload, tp: int) -> int:
+def prefix_bytes(hf_config, w: Workload, tp: int, again: bool = False) -> int:
     """Saved by the forward pass of one prompt's prefix: this rank's part of the media in the vision tower, then P − 1
     tokens through all layers but the last, of which only the norm is needed for its keys and values (held as the
-    boundary, not as saved tensors)."""
+    boundary, not as saved tensors). With `again` (recompute_layers) those layers keep only their input, the first one's
+    with the last token."""
     d, b = _dims(hf_config, tp), w.itemsize
-    last = _norm_bytes(d, w) + b * (d.hidden + 2 * d.head)
-    language = (w.prompt_tokens - 1) * ((d.layers - 1) * layer_bytes(d, w) + last)
-    return language + 4 * visual_share(w, tp) * vision_bytes(hf_config, w)
+    tokens = w.prompt_tokens - 1
+    layers = b * d.hidden * ((d.layers - 1) * tokens + 1) if again else tokens * (d.layers - 1) * layer_bytes(d, w)
+    return layers + tokens * _last_bytes(d, w) + 4 * visual_share(w, tp) * vision_bytes(hf_config, w, again)
+
+
+def _last_bytes(d: Dims, w: Workload) -> int:
+    """Saved by the last layer of a prefix for one token: its norm, and the rotary table for its keys."""
+    return _norm_bytes(d, w) + w.itemsize * (d.hidden + 2 * d.head)
+
+
+def prefix_again_bytes(hf_config, w: Workload, tp: int) -> int:
+    """What computing one prompt's layers again adds, at most, to its prefix_bytes: a layer, once the last one's own is
+    gone, or a block of the vision tower, once all of the language model's is gone."""
+    d, v, tokens, patches = _dims(hf_config, tp), hf_config.vision_config, w.prompt_tokens - 1, 4 * visual_share(w, tp)
+    language = prefix_bytes(hf_config, replace(w, visual_tokens=0), tp, again=True)
+    layer = tokens * (_layer_again_bytes(d, w) - _last_bytes(d, w))
+    block = block_bytes(hf_config, w) + 4 * (v.hidden_size // v.num_heads)
+    block -= w.itemsize * v.hidden_size if w.device == "cuda" or w.itemsize == 4 else 0
+    return max(0, layer, patches * block - language)
+
+
+def _layer_again_bytes(d: Dims, w: Workload) -> int:
+    """What one layer, computed again, adds to its input for one token. The norm saves that same tensor, unless it saves
+    it in another dtype: BF16 on a CPU."""
+    return layer_bytes(d, w) - (w.itemsize * d.hidden if w.device == "cuda" or w.itemsize == 4 else 0)
 
 
 def boundary_bytes(hf_config, w: Workload, tp: int) -> int:
@@ -272,12 +308,18 @@ def kv_token_bytes(hf_config, w: Workload, tp: int) -> int:
     return 2 * d.layers * d.kv * w.itemsize
 
 
-def suffix_bytes(hf_config, w: Workload, tp: int) -> int:
-    """Saved by the forward pass of one prompt's N · S response tokens: layers, final norm, FP32 logits (as softmax).
-    The prompt's keys and values are read where the boundary holds them."""
+def suffix_bytes(hf_config, w: Workload, tp: int, again: bool = False) -> int:
+    """Saved by the forward pass of one prompt's N · S response tokens: layers (with `again` only their inputs), final
+    norm, FP32 logits (as softmax). The prompt's keys and values are read where the boundary holds them."""
     d, b = _dims(hf_config, tp), w.itemsize
-    token = d.layers * layer_bytes(d, w) + _norm_bytes(d, w) + b * d.hidden + 4 * d.vocab
-    return w.n * w.response_tokens * token
+    layers = d.layers * (b * d.hidden if again else layer_bytes(d, w))
+    return w.n * w.response_tokens * (layers + _norm_bytes(d, w) + b * d.hidden + 4 * d.vocab)
+
+
+def suffix_again_bytes(hf_config, w: Workload, tp: int) -> int:
+    """At most in the backward of one prompt's suffix: the inputs of all layers, and the last one computed again."""
+    d = _dims(hf_config, tp)
+    return w.n * w.response_tokens * (d.layers * w.itemsize * d.hidden + _layer_again_bytes(d, w))
 
 
 # ---- what is derived but not measured --------------------------------------------------------------------------------
@@ -289,6 +331,12 @@ def _prefix_work(hf_config, w: Workload, tp: int) -> int:
     d, b = _dims(hf_config, tp), w.itemsize
     language = w.prompt_tokens * b * (3 * d.hidden + 4 * d.inner)
     return max(language, 4 * visual_share(w, tp) * (4 * 8 + 3 * b) * hf_config.vision_config.hidden_size)
+
+
+def _suffix_work(hf_config, w: Workload, tp: int) -> int:
+    """Temporaries of one layer of the language model in the backward of one prompt's suffix."""
+    d = _dims(hf_config, tp)
+    return w.n * w.response_tokens * w.itemsize * (3 * d.hidden + 4 * d.inner)
 
 
 def _engine_other(hf_config, w: Workload, rollout_tp: int) -> int:
@@ -312,7 +360,8 @@ def kv_bytes(hf_config, w: Workload, rollout_tp: int, responses: int) -> int:
 def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: MemoryConfig, held: Held, groups: int):
     """{object: bytes}, of all `groups` of a replica, or `…_mb` of one micro-batch; `…_work` are temporaries."""
     mb, d, gpu = min(w.micro_batch, groups), _dims(hf_config, train_tp), w.device == "cuda"
-    boundary, prefix = (f(hf_config, w, train_tp) for f in (boundary_bytes, prefix_bytes))
+    model, again = (hf_config, w, train_tp), policy.recompute_layers
+    boundary, prefix = boundary_bytes(*model), prefix_bytes(*model, again)
     config, vision = optimizer.OptimizerConfig(chunk_mib=w.chunk_mib), hf_config.vision_config
     patches = 4 * visual_share(w, train_tp)
     layer = (w.prompt_tokens - 1) * layer_bytes(d, w), patches * vision_bytes(hf_config, w) // vision.depth
@@ -333,7 +382,10 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
         "prefix": groups * prefix,
         "prefix_mb": mb * prefix,
         "prefix_layer": mb * max(layer),
-        "suffix_mb": mb * suffix_bytes(hf_config, w, train_tp),
+        "prefix_again": mb * prefix_again_bytes(*model) if again else 0,
+        "suffix_mb": mb * suffix_bytes(*model, again),
+        "suffix_again": mb * suffix_again_bytes(*model),
+        "suffix_work": gpu * mb * _suffix_work(*model),
         "logprobs": groups * w.n * w.response_tokens * (13 + 4 * w.reference),
         "prefix_work": gpu * mb * _prefix_work(hf_config, w, train_tp),
         # Beside the FP32 softmax: the logits in b bytes, and in FP32 before the temperature divides them.
@@ -348,12 +400,15 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
     """The windows of a step, each with what lives in it: memory.CONTRACT with sizes."""
     ahead, kind = w.overlap == "prefix", policy.activations  # ahead: the prefixes of all groups wait for their suffixes
     boundary, saved = (s["boundary"], s["prefix"]) if ahead else (s["boundary_mb"], s["prefix_mb"])
-    # Kept keys and values are among the saved tensors, but for the last layer's, and count as boundary.
-    waiting = saved - boundary * (s["layers"] - 1) // s["layers"] if kind == "keep" else 0
+    # Kept keys and values are among the saved tensors, but for the last layer's, and count as boundary. Where layers
+    # keep only their input none are; then a recomputed prefix has all of them as outputs, beside the boundary.
+    held_twice, anew = (0, s["layers"]) if policy.recompute_layers else (s["layers"] - 1, 1)
+    waiting = saved - boundary * held_twice // s["layers"] if kind == "keep" else 0
     # A GPU saves faster than copies leave it, so offloading lags by up to a micro-batch; backward brings back a layer.
     produced = s["prefix_mb"] if kind == "offload" else waiting
-    again = s["prefix_mb"] + s["boundary_mb"] // s["layers"]  # with the last layer's keys and values, computed anew
+    again = s["prefix_mb"] + s["boundary_mb"] * anew // s["layers"]  # with keys and values that were computed anew
     consumed = {"keep": waiting, "offload": s["prefix_layer"], "recompute": again}[kind]
+    consumed += 0 if kind == "offload" else s["prefix_again"]
     always = {name: s[name] for name in ("snapshot", "engine_other", "other")}
     kept = {"engine_weights": policy.weight_sharing, "rollout_kv": policy.engine_release}
     kept["reference"] = policy.reference_paging or not w.reference
@@ -387,6 +442,9 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
     # The suffixes' backward leaves gradients at the boundary; the prefix's gathers them once more before it starts.
     work, more = s["boundary_work"] + s["parameter_work"], {"suffix_activations": s["suffix_mb"]}
     yield window("2", "actor suffix", work + s["logits_work"], **base, prefix_activations=waiting, **more)
+    if policy.recompute_layers:  # otherwise what a backward pass frees is more than what it computes
+        more = {"suffix_activations": s["suffix_again"]}
+        yield window("2", "suffix backward", work + s["suffix_work"], **base, prefix_activations=waiting, **more)
     work += s["boundary_work"] + s["prefix_work"]
     yield window("2", "prefix backward", work, **base, prefix_activations=consumed)
     yield window("3", "optimizer", **update)
@@ -412,7 +470,10 @@ def _formulas(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Me
     """How each object's bytes come about, {tag: text}."""
     d, b, tokens, mb = _dims(hf_config, train_tp), w.itemsize, w.prompt_tokens - 1, min(w.micro_batch, groups)
     shard = f"{held.numel / 1e9:.3f} B parameters of a training shard"
-    prefix = f"{layer_bytes(d, w)} B a token and layer x {d.layers} x {tokens} + {vision_bytes(hf_config, w)} B a patch"
+    again = policy.recompute_layers
+    a_layer, kept = (b * d.hidden, ", a layer at a time again") if again else (layer_bytes(d, w), "")
+    patch = vision_bytes(hf_config, w, again)
+    prefix = f"{a_layer} B a token and layer x {d.layers} x {tokens} + {patch} B a patch"
     state = "" if policy.state_offload else f"12 B x {shard}, always, and "
     boundary = f"2 x {d.layers} layers x {d.kv // d.head} heads x {d.head} x {b} B x {tokens} tokens x {groups} prompts"
     fused = f" + {held.fused / GIB:.2f} GiB QKV in the trainer's order" if held.fused else ""
@@ -426,9 +487,9 @@ def _formulas(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Me
         "actor_boundary": boundary,
         "reference_boundary": boundary,
         "reference": f"{b} B x {shard}",
-        "prefix_activations": f"{prefix} x {4 * visual_share(w, train_tp)}, a prompt; {policy.activations}",
-        "suffix_activations": f"({layer_bytes(d, w)} B x {d.layers} layers + {4 * d.vocab} B of logits) a token x "
-        f"{mb} x {w.n} x {w.response_tokens}",
+        "prefix_activations": f"{prefix} x {4 * visual_share(w, train_tp)}, a prompt; {policy.activations}{kept}",
+        "suffix_activations": f"({a_layer} B x {d.layers} layers + {4 * d.vocab} B of logits) a token x "
+        f"{mb} x {w.n} x {w.response_tokens}{kept}",
         "logprobs": f"{13 + 4 * w.reference} B x {groups * w.n * w.response_tokens} response tokens",
         "gradient": f"4 B x {shard}",
         "optimizer_state": state + (f"3 x {w.chunk_mib:g} MiB" if policy.chunked_optimizer else f"16 B x {shard}"),
@@ -551,6 +612,8 @@ def _changes(p: Plan, hbm_bytes: float) -> Iterator[Change]:
     if policy.activations == "keep":
         cost = "a second forward pass of each actor prefix"
         yield change("--memory.activations recompute", cost, activations="recompute")
+    if not policy.recompute_layers:
+        yield change("--memory.recompute-layers", "a second forward pass of each layer", recompute_layers=True)
     for tp in (2 * p.rollout_tp, 4 * p.rollout_tp):
         yield change(f"--rollout-tp {tp}", "more collectives a decoded token", rollout_tp=tp)
     for tp in (2 * p.train_tp, 4 * p.train_tp):
@@ -622,6 +685,7 @@ class Settings:
     rollout_tp: int
     micro_batch: int
     activations: str
+    recompute_layers: bool
     kv_cache_gib: float
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -637,7 +701,8 @@ def choose(
     """Settings whose step leaves RESERVE of each GPU free, and fits into `host_bytes` of a host (0: unlimited).
 
     Preferred in this order: a small rollout TP, a small train TP, activations kept rather than recomputed, many prompts
-    and responses at once. Activations are offloaded only where nothing else fits. Raises ValueError with a verdict.
+    and responses at once. Layers are computed again only where nothing else fits, and activations offloaded only where
+    that does not either. Raises ValueError with a verdict.
     """
     room, nearest, failure = hbm_bytes * (1 - RESERVE), None, ""
     for p in _candidates(hf_config, world, workload, policy or MemoryConfig()):
@@ -649,25 +714,33 @@ def choose(
             nearest = p
     if nearest is None:
         raise ValueError(failure)
-    degrees = f"train TP {nearest.train_tp}, rollout TP {nearest.rollout_tp}, {nearest.policy.activations}"
+    degrees = f"train TP {nearest.train_tp}, rollout TP {nearest.rollout_tp}, {_activations(nearest.policy)}"
     gpus = f"{world} GPU{'s' * (world > 1)} of {hbm_bytes / GIB:.4g} GiB"
     text = verdict(nearest, room, host_bytes).text
     raise ValueError(f"{gpus}, {RESERVE:.0%} in reserve: nearest is {degrees}, which {text}")
+
+
+def _activations(policy: MemoryConfig) -> str:
+    return policy.activations + " by layer" * policy.recompute_layers
 
 
 def _candidates(hf_config, world: int, workload: Workload, policy: MemoryConfig) -> Iterator[Plan | str]:
     """Plans in order of preference; where the degrees cannot be, why."""
     degrees = [tp for tp in range(1, world + 1) if world % tp == 0]
     pairs = [(t, r) for r in degrees for t in degrees if t % r == 0 and t <= GPUS_PER_HOST]
-    kinds = [(t, r, a) for t, r in pairs for a in ("keep", "recompute")] + [(t, r, "offload") for t, r in pairs]
-    for train_tp, rollout_tp, activations in kinds:
+    again = policy.recompute_layers  # as given, or where nothing fits without
+    kinds = [(t, r, a, again) for t, r in pairs for a in ("keep", "recompute")]
+    kinds += [] if again else [(t, r, "recompute", True) for t, r in pairs]
+    kinds += [(t, r, "offload", again) for t, r in pairs]
+    for train_tp, rollout_tp, activations, layers in kinds:
         groups = max(1, workload.prompts * train_tp // world)
         batches = _halves(min(groups, max(1, 8192 // workload.prompt_tokens)))
         sequences = _halves(min(256, math.ceil(groups * rollout_tp / train_tp) * workload.n), workload.n)
         for micro_batch, seqs in product(batches, sequences):
             own = dict(micro_batch=micro_batch, max_num_seqs=seqs, kv_cache_gib=0.0, chunk_mib=64.0)
             own["max_num_batched_tokens"] = max(4096, memory.align(workload.prompt_tokens))
-            settings = replace(workload, **own), replace(policy, activations=activations)
+            residency = replace(policy, activations=activations, recompute_layers=layers)
+            settings = replace(workload, **own), residency
             try:
                 yield plan(hf_config, world, train_tp, rollout_tp, *settings)
             except ValueError as error:
@@ -687,6 +760,9 @@ def _settings(p: Plan, room: float) -> Settings:
         recompute="kept ones do not fit; a second forward pass takes less time than copies to the host and back",
         offload="neither kept nor recomputed ones fit at any degree",
     )
+    layers = "what the layers of one micro-batch save fits"
+    if p.policy.recompute_layers:
+        layers = "as given, or nothing fits without: one more forward pass, layer by layer, in each backward"
     larger = (p.replan(chunk_mib=chunk) for chunk in (512.0, 256.0, 128.0))
     p = next((q for q in larger if q.peak().phase in ("1", "2")), p)
     rounded = p.replan(kv_cache_gib=math.ceil(4 * p.kv_bytes / GIB) / 4)
@@ -697,13 +773,15 @@ def _settings(p: Plan, room: float) -> Settings:
         rollout_tp=f"the smallest that fits: {p.world // p.rollout_tp} engine(s), fewest collectives a decoded token",
         micro_batch=f"{w.micro_batch} of {groups} groups of a replica: at most 8192 prompt tokens at once",
         activations=kinds[p.policy.activations],
+        recompute_layers=layers,
         kv_cache_gib=f"{w.max_num_seqs} responses at full length, a group's prompt once",
         max_num_seqs="all responses of an engine at once, up to 256, or as many as the KV cache has room for",
         max_num_batched_tokens="a whole prompt in one engine step",
         chunk_mib="the largest up to 512 that leaves the peak to phase 1 or 2",
     ) | ({"offload_gib": "what all groups of a replica save"} if offload else {})
-    values = w.micro_batch, p.policy.activations, p.workload.kv_cache_gib, w.max_num_seqs, w.max_num_batched_tokens
-    return Settings(p.train_tp, p.rollout_tp, *values, p.workload.chunk_mib, offload, p, reasons)
+    kinds = p.policy.activations, p.policy.recompute_layers
+    values = p.workload.kv_cache_gib, w.max_num_seqs, w.max_num_batched_tokens, p.workload.chunk_mib
+    return Settings(p.train_tp, p.rollout_tp, w.micro_batch, *kinds, *values, offload, p, reasons)
 
 
 # ---- printing --------------------------------------------------------------------------------------------------------
@@ -761,7 +839,7 @@ def report(p: Plan, hbm_bytes: float, host_bytes: float = 0) -> str:
     tags = [tag for tag in p.formulas if any(window.bytes.get(tag) for window in peaks)]
     lines = [
         f"{p.world} GPUs, train TP {p.train_tp}, rollout TP {p.rollout_tp}, {w.dtype}, --overlap {w.overlap}, "
-        f"activations {p.policy.activations}",
+        f"activations {_activations(p.policy)}",
         f"{w.prompts} prompts of {w.prompt_tokens} tokens, {w.visual_tokens} visual; {w.n} responses of "
         f"{w.response_tokens}; micro-batch {w.micro_batch}\n",
         f"GiB a GPU at each peak{'start-up':>10s}" + "".join(f"{f'phase {i}':>9s}" for i in "123"),
@@ -806,7 +884,7 @@ def _cell(hf_config, world: int, hbm_bytes: float, w: Workload, policy: MemoryCo
         s = choose(hf_config, world, hbm_bytes, 2048 * GIB, w, policy)
     except ValueError:
         return "no"
-    degrees = f"{s.train_tp} / {s.rollout_tp}, {s.activations}"
+    degrees = f"{s.train_tp} / {s.rollout_tp}, {_activations(s.plan.policy)}"
     return f"{degrees}: {s.plan.peak_bytes / GIB:.0f}, host {s.plan.host_bytes / GIB:.0f}"
 
 

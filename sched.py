@@ -398,10 +398,12 @@ class Schedule:
                 with self.timeline.span("actor suffix"), self.saved.counted("suffix_activations"):
                     logprobs = self.actor.suffix(batch.actor, batch.tokens, batch.lengths, self.temperature)
                     total = sum(loss(new, group) for new, group in zip(logprobs, batch.groups, strict=True))
-                with self.timeline.span("backward"), self.saved.counted("prefix_activations"):  # of a recomputed prefix
-                    total.backward()
+                with self.timeline.span("backward"):  # which saves tensors where it computes something again
+                    with self.saved.counted("suffix_activations"):
+                        total.backward()
                     del logprobs, total
-                    self.actor.prefix_backward(batch.actor)
+                    with self.saved.counted("prefix_activations"):
+                        self.actor.prefix_backward(batch.actor)
                 batch.actor = None
                 for group in batch.groups:
                     group.drop()

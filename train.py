@@ -263,7 +263,8 @@ def parse(argv: list[str], chosen: plan.Settings | None = None) -> Config:
 def _with(config: Config, chosen: plan.Settings) -> Config:
     """`config` with what the planner chose; flags on the command line still override it."""
     sizes = {name: getattr(chosen, name) for name in ("kv_cache_gib", "max_num_seqs", "max_num_batched_tokens")}
-    residency = dict(activations=chosen.activations, offload_gib=chosen.offload_gib or config.memory.offload_gib)
+    residency = dict(activations=chosen.activations, recompute_layers=chosen.recompute_layers)
+    residency |= dict(offload_gib=chosen.offload_gib or config.memory.offload_gib)
     return replace(
         config,
         train_tp=chosen.train_tp,
@@ -541,7 +542,7 @@ class Trainer:
 
     def _build(self, hf_config) -> None:
         config = self.config
-        self.actor = models.QwenVL(hf_config, config.torch_dtype, config.qkv)
+        self.actor = models.QwenVL(hf_config, config.torch_dtype, config.qkv, config.memory.recompute_layers)
         self.actor.bind({s.name: s.parameter(self.snapshot.flat(s)) for s in self.shards}, requires_grad=True)
         gradient = self.arena.acquire("gradient").view(torch.float32)
         segments, offset, views = [], 0, {}

@@ -32,10 +32,9 @@ from torch.nn.attention.varlen import varlen_attn
 
 import memory
 from data import TEMPORAL, Media, patchify
+from layers import Again, gated_mlp
 
 # s patches of all media, H heads, D head size, m the side of what is merged (2 patches), [.., 3] grids t × h × w.
-
-ALIGN = 8  # elements: 16 bytes of BF16, without which a row's start misses a GPU's fast matrix kernels
 
 
 class Places(NamedTuple):
@@ -159,18 +158,19 @@ class VisionTower(nn.Module):
                 first, nn.GELU(), nn.Linear(self.merged, config.out_hidden_size, dtype=dtype)
             )
 
-    def share(self, media: list[Media]) -> tuple[torch.Tensor, list[int]]:
+    def share(self, media: list[Media], again: bool = False) -> tuple[torch.Tensor, list[int]]:
         """This rank's share [visual tokens, hidden] of the media's features, and how many tokens each rank's share
-        has."""
+        has. With `again`, backward keeps only each block's input and computes the block a second time."""
         rank, merged = parallel_state.get_tensor_model_parallel_rank(), self.config.spatial_merge_size**2
         parts = share_out([medium.grid for medium in media], parallel_state.get_tensor_model_parallel_world_size())
         lengths = [sum(t * h * w for t, h, w in part) // merged for part in parts]
         if not parts[rank]:
             return self.patch_embed.proj.weight.new_empty(0, self.config.out_hidden_size), lengths
         slices = [sum(t for t, _, _ in part) for part in parts]
-        return self(_patches(media, sum(slices[:rank]), slices[rank]), torch.tensor(parts[rank])), lengths
+        pixels = _patches(media, sum(slices[:rank]), slices[rank])
+        return self(pixels, torch.tensor(parts[rank]), again and torch.is_grad_enabled()), lengths
 
-    def forward(self, pixels: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+    def forward(self, pixels: torch.Tensor, grid_thw: torch.Tensor, again: bool = False) -> torch.Tensor:
         """pixels [s, 1176], grid_thw [media, 3] on the CPU -> features [s / m², hidden size of the language model]."""
         config, merge = self.config, self.config.spatial_merge_size
         side = config.window_size // config.patch_size // merge
@@ -181,9 +181,12 @@ class VisionTower(nn.Module):
         x = F.linear(pixels.to(weight.dtype), weight.flatten(1))
         x = x.view(-1, merge**2, x.shape[1])[memory.upload(where.order)].flatten(0, 1)
         for i, block in enumerate(self.blocks):
-            x = block(x, runs[i in config.fullatt_block_indexes], cos, sin)
+            x = self._block(block, again, x, runs[i in config.fullatt_block_indexes], cos, sin)
         features = self.merger.mlp(self.merger.ln_q(x).view(-1, self.merged))
         return features[memory.upload(where.back)]
+
+    def _block(self, block: "Block", again: bool, x: torch.Tensor, *rest) -> torch.Tensor:
+        return Again.apply(lambda x: (block(x, *rest),), x)[0] if again else block(x, *rest)
 
     def _rotary(self, yx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[s, 2] -> cosine and sine, each [s, 1, D / 2] float32: the first half of the angles are the row's, the second
@@ -233,8 +236,7 @@ class Block(nn.Module):
         qkv = self.attn.qkv(self.norm1(x)).unflatten(1, (3, self.heads, -1))
         out = runs.attend(*_Rotate.apply(qkv, cos, sin).unbind(1))
         x = x + self.attn.proj(out.flatten(1))
-        gate, up, down = self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj
-        return x + _GatedMLP.apply(self.norm2(x), gate.weight, gate.bias, up.weight, up.bias, down.weight, down.bias)
+        return x + gated_mlp(self.norm2(x), self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj)
 
 
 class _Rotate(torch.autograd.Function):
@@ -261,34 +263,3 @@ def _rotated(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     torch.add(b * cos, a * sin, out=right)
     out[:, 2] = qkv[:, 2]
     return out
-
-
-class _GatedMLP(torch.autograd.Function):
-    """down(silu(gate(x)) · up(x)), its inner width filled up with zeros to a multiple of ALIGN.
-
-    Saves gate(x) and up(x) alone: the rest is elementwise, and filled weights are made again.
-    """
-
-    @staticmethod
-    def forward(ctx, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias):
-        gate = F.linear(x, _filled(gate_weight), _filled(gate_bias))
-        up = F.linear(x, _filled(up_weight), _filled(up_bias))
-        ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
-        return F.linear(F.silu(gate) * up, _filled(down_weight, 1), down_bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
-        inner, silu = len(gate_weight), F.silu(gate)
-        d_down = grad.t() @ (silu * up)
-        d_inner = grad @ _filled(down_weight, 1)
-        d_up = d_inner * silu
-        d_gate = torch.ops.aten.silu_backward(d_inner * up, gate)
-        dx = torch.addmm(d_gate @ _filled(gate_weight), d_up, _filled(up_weight))
-        weights = (d_gate.t() @ x)[:inner], d_gate.sum(0)[:inner], (d_up.t() @ x)[:inner], d_up.sum(0)[:inner]
-        return dx, *weights, d_down[:, :inner], grad.sum(0)
-
-
-def _filled(weight: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    missing = -weight.shape[dim] % ALIGN
-    return F.pad(weight, (0, 0) * (weight.dim() - 1 - dim) + (0, missing)) if missing else weight

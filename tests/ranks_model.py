@@ -90,14 +90,16 @@ def case(source: Path, kinds: list[str], qkv: str, dtype: torch.dtype, logprob_b
     masks = [torch.arange(max(own)) < torch.tensor(own)[:, None] for own in lengths]
     factors = [torch.randn(mask.shape, generator=generator) * mask for mask in masks]
 
-    def backward(keep: bool) -> list[torch.Tensor]:
+    def backward(keep: bool) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Log-probabilities, and the gradients at the boundary; the parameters' are left with them."""
         prefix = actor.prefix(samples, keep)
         ours = actor.suffix(prefix, responses, lengths, TEMPERATURE)
         sum((a * b).sum() for a, b in zip(ours, factors, strict=True)).backward()
+        boundary = [leaf.grad for leaf in prefix.leaves()]
         actor.prefix_backward(prefix)
-        return ours
+        return ours, boundary
 
-    ours = backward(keep=True)
+    ours, boundary = backward(keep=True)
     check_shares(actor, samples)
     theirs = [reference_logprobs(hf, config, s, r) for s, r in zip(samples, responses, strict=True)]
     sum((a * b).sum() for a, b in zip(theirs, factors, strict=True)).backward()
@@ -107,12 +109,18 @@ def case(source: Path, kinds: list[str], qkv: str, dtype: torch.dtype, logprob_b
         assert gap <= logprob_bar, f"{kinds} {qkv} {dtype} prompt {i}: log-probabilities differ by {gap}"
 
     kept = {name: parameter.grad.clone() for name, parameter in actor.named_parameters() if parameter.grad is not None}
-    actor.zero_grad()
-    backward(keep=False)
-    for name, gradient in kept.items():
-        assert torch.equal(gradient, actor.get_parameter(name).grad), (
-            f"{name}: recomputing the prefix changed its gradient"
-        )
+    for layers, keep in ((False, False), (True, True), (True, False)):
+        actor.zero_grad()
+        actor.recompute_layers = layers
+        again, edge = backward(keep)
+        grads = {name: parameter.grad for name, parameter in actor.named_parameters() if parameter.grad is not None}
+        assert grads.keys() == kept.keys() and all(torch.equal(a, b) for a, b in zip(again, ours, strict=True))
+        for name, gradient in kept.items():
+            assert torch.equal(gradient, grads[name]), f"{name}: computing again {layers, keep} changed its gradient"
+        for a, b in zip(boundary, edge, strict=True):
+            assert (a is b is None) or torch.equal(a, b), f"computing again {layers, keep} changed the boundary's"
+    only_layer_inputs_are_saved(actor, sample, responses[0], lengths[0])
+    actor.recompute_layers = False
 
     with torch.no_grad():
         frozen = actor.prefix(samples)
@@ -131,6 +139,40 @@ def check_shares(actor, samples: list) -> None:
     for name, parameter in actor.named_parameters():
         if vision.is_partial(name):
             assert (parameter.grad is not None) == bool(own), f"{name}: this rank encodes {own} of {grid}"
+
+
+def only_layer_inputs_are_saved(actor, sample: Sample, responses: torch.Tensor, lengths: list[int]) -> None:
+    """With recompute_layers what autograd saves inside each layer and block is its input, nothing else; without, more.
+    The last layer of a prefix pass is never computed again."""
+    calls, original = [], {}  # of each layer or block, whether only its input was saved
+
+    def watch(owner, name: str, hidden_of) -> None:
+        function = original[owner, name] = getattr(owner, name)
+
+        def watched(*args, **kwargs):
+            saved = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t.detach(), id):
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    calls.append(saved == [hidden_of(args, kwargs).data_ptr()])
+
+        setattr(owner, name, watched)
+
+    blocks, layers = actor.vision.blocks, actor.lm.decoder.layers
+    watch(actor.vision, "_block", lambda args, kwargs: args[2])
+    for layer in layers:
+        watch(layer, "forward", lambda args, kwargs: kwargs["hidden_states"])
+    for again in (True, False):
+        actor.recompute_layers = again
+        prefix = actor.prefix([sample])
+        assert calls == [again] * (len(blocks) * bool(sample.media) + len(layers) - 1) + [False]
+        calls.clear()
+        actor.suffix(prefix, [responses], [lengths], TEMPERATURE)
+        assert calls == [again] * len(layers)
+        calls.clear()
+    for (owner, name), function in original.items():
+        setattr(owner, name, function)
 
 
 def nothing_but_a_token(actor, sample: Sample, beside, responses, lengths: list[int], bar: float) -> None:

@@ -5,6 +5,7 @@ import json
 import sched
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -37,7 +38,9 @@ def run_step(trainer: "train.Trainer", overlap: str, state: dict, position: int)
     metrics, _ = train.train_step(trainer, 0, position)
     trainer.schedule._actor_gradients = original
     events, seconds = trainer.timeline.take()
-    weights = [trainer.snapshot.bytes.clone(), trainer.optimizer.master.clone(), trainer.optimizer.exp_avg_sq.clone()]
+    optimizer = trainer.optimizer
+    weights = [trainer.snapshot.bytes, optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq]
+    weights = [tensor.clone() for tensor in weights]
     return dict(responses=seen, weights=weights, metrics=metrics, events=events, seconds=seconds)
 
 
@@ -101,10 +104,12 @@ def check(trainer: "train.Trainer") -> None:
         runs.append(("prefix", run_step(trainer, "prefix", state, 0)))
         shared_us = overlapped_us(runs[-1][1]["events"], prefixes, control)
     own = trainer.schedule.policy
-    for activations in ("keep", "offload", "recompute"):
-        trainer.schedule.policy = replace(own, activations=activations)
-        runs.append((f"prefix, {activations}", run_step(trainer, "prefix", state, 0)))
-    trainer.schedule.policy = own
+    for layers, activations in product((False, True), ("keep", "offload", "recompute")):
+        trainer.schedule.policy = replace(own, activations=activations, recompute_layers=layers)
+        trainer.actor.recompute_layers = layers
+        runs.append((f"prefix, {activations}, layers {layers}", run_step(trainer, "prefix", state, 0)))
+    runs.append(("none, layers True", run_step(trainer, "none", state, 0)))
+    trainer.schedule.policy, trainer.actor.recompute_layers = own, False
     runs += chosen_partitions(trainer, state)
     assert trainer.pool.lent_bytes == 0 < trainer.pool.lent_peak_bytes  # offload used the pool, and gave all back
     assert shared_us >= 1000, "prefixes did not run beside the engines"

@@ -74,14 +74,6 @@ def test_features_and_gradients_equal_transformers(inner, dtype, bar):
         assert error <= bar, f"{name}: {error:.1e}"
 
 
-def test_a_wider_inner_layer_is_only_filled_up():
-    """The columns that fill it up change nothing: the same as with them cut from wider weights."""
-    x = torch.randn(5, 16, dtype=torch.double, requires_grad=True)
-    shapes = [(13, 16), (13,), (13, 16), (13,), (16, 13), (16,)]
-    weights = [torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in shapes]
-    assert torch.autograd.gradcheck(vision._GatedMLP.apply, (x, *weights))
-
-
 def test_rotation_has_its_exact_gradient():
     qkv = torch.randn(4, 3, 2, 8, dtype=torch.double, requires_grad=True)
     angle = torch.randn(4, 1, 4, dtype=torch.double)
