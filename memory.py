@@ -600,7 +600,7 @@ class SavedTensors:
 
     @contextmanager
     def counted(self, tag: str) -> Iterator[None]:
-        """Count what the forward pass inside saves under `tag`, on the device."""
+        """Count what the forward pass inside, or a backward that computes again, saves under `tag`, on the device."""
 
         def pack(tensor: torch.Tensor):
             kept = _Kept(tensor)

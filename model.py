@@ -315,10 +315,12 @@ class _Layer(TransformerLayer):
         if not boundary.again or last or not torch.is_grad_enabled():
             return super().forward(hidden_states, packed_seq_params=boundary, **kwargs)
 
+        # A prefix layer fills a boundary of its own: with the real one its node would hold its own outputs, for ever.
+        own = replace(boundary, kv={}) if prefix else boundary
+
         def layer(hidden):
-            own = replace(boundary, kv={}) if prefix else boundary  # the second key and value are not for the boundary
             out, _ = super(_Layer, self).forward(hidden, packed_seq_params=own, **kwargs)
-            return (out, *own.kv[number]) if prefix else (out,)
+            return (out, *own.kv.pop(number)) if prefix else (out,)
 
         out, *pair = Again.apply(layer, hidden_states)
         if prefix:

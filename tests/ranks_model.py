@@ -3,6 +3,7 @@ backward."""
 
 import json
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,7 +97,9 @@ def case(source: Path, kinds: list[str], qkv: str, dtype: torch.dtype, logprob_b
         ours = actor.suffix(prefix, responses, lengths, TEMPERATURE)
         sum((a * b).sum() for a, b in zip(ours, factors, strict=True)).backward()
         boundary = [leaf.grad for leaf in prefix.leaves()]
+        attached = [weakref.ref(tensor) for pair in (prefix.attached or {}).values() for tensor in pair]
         actor.prefix_backward(prefix)
+        assert not any(ref() is not None for ref in attached), "keys and values outlive the prefix's backward"
         return ours, boundary
 
     ours, boundary = backward(keep=True)
