@@ -344,6 +344,9 @@ class MemoryConfig:
     activations: Literal["keep", "offload", "recompute"] = "keep"
     """Of actor prefixes, between their forward and backward: keep them on the device, move them to the host pool as
     they are produced, or drop them and compute the prefix a second time."""
+    keep_tokens: int = 0
+    """With activations keep: of how many prompt tokens a replica's prefixes are kept at a time, in whole micro-batches;
+    the others are computed a second time, as with recompute. 0: of all."""
     recompute_layers: bool = False
     """Keep only the input of each layer that a training pass saves (language model and vision tower) and compute the
     rest again, layer by layer, in its backward: a second forward pass of prefixes and suffixes, whose activations then

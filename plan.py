@@ -46,6 +46,7 @@ GPUS_PER_HOST = 8
 TRAINER_RUNTIME_GIB, ENGINE_RUNTIME_GIB = 1.0, 2.0
 # Host: measured on the CPU machine, engine 3 GiB, trainer 0.8 after its imports; the trainer's with room for CUDA.
 ENGINE_HOST_GIB, TRAINER_HOST_GIB = 3.0, 2.0
+FILLED = 8  # to multiples of which layers.py fills up an MLP's inner width (its ALIGN)
 OFFLOAD_FACTOR = 1.2  # what two operations save is copied to the host twice: 1.09 to 1.16 measured on a CPU
 
 # B prompts, N responses a prompt, P prompt tokens, S response tokens, b bytes of an element. All sizes are of one GPU.
@@ -225,7 +226,7 @@ def layer_bytes(d: Dims, w: Workload) -> int:
     """
     b = w.itemsize
     attention = b * (2 * d.query + 2 * d.kv + 4 * d.head) + 4 * d.heads
-    return 2 * (_norm_bytes(d, w) + b * d.hidden) + attention + b * 2 * d.inner
+    return 2 * (_norm_bytes(d, w) + b * d.hidden) + attention + b * 2 * memory.align(d.inner, FILLED)
 
 
 def _norm_bytes(d: Dims, w: Workload) -> int:
@@ -239,7 +240,7 @@ def block_bytes(hf_config, w: Workload) -> int:
     v, b = hf_config.vision_config, w.itemsize
     # Rotated queries and keys beside the values, attention output (on a CPU gathered from the windows into a second).
     attention = b * v.hidden_size * (4 if w.device == "cuda" else 5) + 4 * v.num_heads
-    inner = memory.align(v.intermediate_size, 8)  # as layers.py fills it up
+    inner = memory.align(v.intermediate_size, FILLED)
     return 2 * _vision_norm_bytes(v, w) + attention + 2 * b * inner
 
 

@@ -162,14 +162,15 @@ def only_layer_inputs_are_saved(actor, sample: Sample, responses: torch.Tensor, 
 
         setattr(owner, name, watched)
 
-    blocks, layers = actor.vision.blocks, actor.lm.decoder.layers
+    encodes = bool(vision.share_out(sample.grid_thw.tolist(), dist.get_world_size())[dist.get_rank()])
+    blocks, layers = len(actor.vision.blocks) * encodes, actor.lm.decoder.layers
     watch(actor.vision, "_block", lambda args, kwargs: args[2])
     for layer in layers:
         watch(layer, "forward", lambda args, kwargs: kwargs["hidden_states"])
     for again in (True, False):
         actor.recompute_layers = again
         prefix = actor.prefix([sample])
-        assert calls == [again] * (len(blocks) * bool(sample.media) + len(layers) - 1) + [False]
+        assert calls == [again] * (blocks + len(layers) - 1) + [False]
         calls.clear()
         actor.suffix(prefix, [responses], [lengths], TEMPERATURE)
         assert calls == [again] * len(layers)
