@@ -237,7 +237,8 @@ _DECIDED = (
 
 
 def compare_config(args: Compare, rest: list[str], world: int) -> tuple:
-    """train.Config and workloads (clips not yet sized). Raises ValueError with the field and the fix."""
+    """train.Config, what was chosen in it and why, and workloads (clips not yet sized). Raises ValueError with the
+    field and the fix."""
     import train
 
     asked = [parse_workload(text) for text in args.workloads]
@@ -251,7 +252,7 @@ def compare_config(args: Compare, rest: list[str], world: int) -> tuple:
     given = {re.sub("^--(no-)?", "", part.partition("=")[0]) for part in rest if part.startswith("--")}
     if taken := [name for name in _DECIDED if name in given]:
         raise ValueError(f"--{', --'.join(taken)}: compare decides this itself; leave it out")
-    wanted = train.configure(rest, world)
+    wanted, _ = train.configure(rest, world)
     if wanted.algo.mask_truncated:
         raise ValueError("--algo.mask-truncated: every response of given length is truncated; leave it off")
     drawn = [
@@ -268,7 +269,8 @@ def compare_config(args: Compare, rest: list[str], world: int) -> tuple:
             raise ValueError(f"--rollout.max-num-batched-tokens {most}: a clip of {longest} tokens is one engine step")
         own["rollout.max-num-batched-tokens"] = longest
     flags = [part for name, value in own.items() for part in (f"--{name}", value) if part is not None]
-    return train.configure([*rest, *map(str, flags)], world), workloads
+    config, text = train.configure([*rest, *map(str, flags)], world)
+    return config, text, workloads
 
 
 def size_clips(config, workloads: list[Workload], model_dir: Path, root: Path) -> list[Workload]:
@@ -327,10 +329,10 @@ def prefixes_alone(trainer) -> float:
     """Seconds of a step's reference and actor prefixes with nothing beside them, on the slowest rank. Collective."""
     import torch.distributed as dist
 
-    size, schedule = trainer.config.micro_batch, trainer.schedule
+    schedule = trainer.schedule
     samples, _ = trainer.samples(trainer.loader, 0, trainer.config.prompts)
     groups = [sched.Group(sample) for sample in trainer.mine(samples)]
-    batches = [sched.MicroBatch(groups[i : i + size]) for i in range(0, len(groups), size)]
+    batches = schedule.micro_batches(groups)
     schedule.ledger.enter("prefixes alone")
     dist.barrier(group=trainer.ranks.everyone)
     trainer.timeline.take()
@@ -520,8 +522,11 @@ def main(argv: list[str] | None = None) -> None:
 def _compare(args: Compare, rest: list[str]) -> None:
     if "RANK" not in os.environ:
         raise ValueError("compare starts a trainer on every rank: torchrun --nproc-per-node 2 bench.py compare …")
-    config, workloads = compare_config(args, rest, int(os.environ["WORLD_SIZE"]))
+    config, text, workloads = compare_config(args, rest, int(os.environ["WORLD_SIZE"]))
     import train
+
+    if text and os.environ["RANK"] == "0":
+        print(text.rstrip())
 
     ends = train.Ends(int(os.environ["RANK"]))
     try:

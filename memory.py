@@ -31,6 +31,7 @@ To change what stays in device memory, edit CONTRACT and the acquire and release
 Arena.
 """
 
+import ctypes
 import functools
 import json
 import mmap
@@ -66,6 +67,7 @@ def device() -> torch.device:
 
 
 WHOLE_GPU = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "CUDA_MPS_CLIENT_PRIORITY": "0"}  # MPS's own defaults
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 _DRIVER = Path("/dev/nvidiactl")  # there if the kernel has NVIDIA's driver
 
 
@@ -76,8 +78,13 @@ def gpu_host(driver: Path = _DRIVER) -> bool:
 
 
 def cuda_started() -> bool:
-    """Whether this process has initialised CUDA: then it holds the driver's memory device open."""
-    return any(os.path.realpath(entry) == "/dev/nvidia-uvm" for entry in Path("/proc/self/fd").iterdir())
+    """Whether this process has initialised CUDA: any other call than cuInit() fails before. Asks the driver itself,
+    since PyTorch's answer is about PyTorch."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _NOT_INITIALIZED
 
 
 def check_driver(driver: Path = _DRIVER) -> None:
@@ -207,15 +214,28 @@ def visible_devices(ranks: list[int]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[rank] for rank in ranks)} | WHOLE_GPU
 
 
-def empty_cache() -> None:
-    """Give what PyTorch's allocator caches back to the device."""
-    if torch.cuda.is_available():
+def empty_cache(needed_bytes: int | None = None) -> None:
+    """Give what PyTorch's allocator caches back to the device; with `needed_bytes` only if less than that is free."""
+    if torch.cuda.is_available() and (needed_bytes is None or torch.cuda.mem_get_info()[0] < needed_bytes):
         torch.cuda.empty_cache()
 
 
 def allocator_bytes() -> int:
     """What PyTorch's allocator of this process has taken from the device, tensors and cache; 0 on a CPU."""
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+
+
+def unnamed_bytes(named: int, allocated: int) -> int:
+    """What is in use on the device besides `named` bytes, `allocated` of which are tensors of PyTorch's allocator:
+    temporaries at their highest since the last call, and what CUDA's runtime and other processes hold. Memory that the
+    allocator keeps for later is not in use. 0 on a CPU."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    outside = total - free - torch.cuda.memory_reserved() - (named - allocated)
+    return max(0, peak - allocated) + max(0, outside)
 
 
 @functools.cache
@@ -374,7 +394,7 @@ class MemoryConfig:
 
     def validate(self) -> None:
         """Raise ValueError naming the field, its value and the fix."""
-        for name in ("hbm_limit_gib", "host_limit_gib", "sample_ms", "offload_gib"):
+        for name in ("hbm_limit_gib", "host_limit_gib", "sample_ms", "offload_gib", "keep_tokens"):
             value = getattr(self, name)
             if value < 0:
                 raise ValueError(f"--memory.{name.replace('_', '-')} {value}: expected 0 or more")
@@ -580,9 +600,9 @@ class Ledger:
 
     def sample(self) -> tuple[str, dict[str, int]]:
         """Phase and what this process holds, for its memory log: the engine writes one of its own."""
-        held = {tag: n for tag, n in self.held().items() if tag not in ("rollout_kv", "engine_other")}
-        counted = sum(held.get(tag, 0) for tag in _ALLOCATED)
-        return self.phase, held | {"other": max(0, allocator_bytes() - counted)}
+        held = self.held()
+        other = unnamed_bytes(sum(held.values()), sum(held.get(tag, 0) for tag in _ALLOCATED))
+        return self.phase, {t: n for t, n in held.items() if t not in ("rollout_kv", "engine_other")} | {"other": other}
 
     def held(self) -> dict[str, int]:
         """What is in device memory now, {tag: bytes}, without empty entries."""
@@ -671,7 +691,7 @@ class MemoryLog:
 
     def __init__(self, path: Path, header: dict, read: Callable[[], tuple[str, dict[str, int]]], sample_ms: float):
         self._read, self._interval_s, self._last, self._file = read, sample_ms / 1e3, None, path.open("w", 1)
-        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._lock, self._stop, self._device = threading.Lock(), threading.Event(), device()
         self._file.write(json.dumps(header | {"sample_ms": sample_ms}) + "\n")
         threading.Thread(target=self._run, name="memory log", daemon=True).start()
 
@@ -686,6 +706,8 @@ class MemoryLog:
             self._file.write(json.dumps(line | {"mark": mark}) + "\n")
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread begins on GPU 0
         while not self._stop.wait(self._interval_s):
             self.sample()
 
@@ -935,10 +957,11 @@ class HostPool:
     """
 
     def __init__(self, nbytes: int, lend_bytes: int = 0, block: torch.Tensor | None = None):
+        self._end = align(nbytes) if block is None else block.numel()  # of what is not lent
         if block is None:
-            size = align(nbytes) + lend_bytes
+            size = self._end + lend_bytes
             block = _pinned(size) if torch.cuda.is_available() else torch.empty(size, dtype=torch.uint8)
-        self._block, self._used_bytes, self._end = block, 0, block.numel() - lend_bytes
+        self._block, self._used_bytes = block, 0
         self._free = [(self._end, lend_bytes)] if lend_bytes else []  # (start, bytes), by start, never adjacent
         self.lent_bytes = self.lent_peak_bytes = 0
         self._lock = threading.Lock()

@@ -164,7 +164,7 @@ class _SharedPrefix(torch.autograd.Function):
         """query [T, H, D], key and value [T, K, D]; prefixes: each prompt's key, value [P−1, K, D] -> [T, H, D]."""
         out, lse = _flash(query, key, value, responses, responses, True)
         for (rows, *packed), k, v in zip(groups, prefixes[::2], prefixes[1::2], strict=True):
-            if len(k):  # not a prompt of one token
+            if len(k) and rows.stop > rows.start:  # neither a prompt of one token, nor one without a response here
                 part, part_lse = _flash(query[rows], k, v, *packed, False)
                 own = torch.sigmoid(lse[:, rows] - part_lse).t()[:, :, None]  # the response's share of the total
                 out[rows] = torch.lerp(part.float(), out[rows].float(), own).to(out.dtype)
@@ -179,11 +179,11 @@ class _SharedPrefix(torch.autograd.Function):
         dq, dk, dv = _flash_backward(grad, query, key, value, out, lse, ctx.responses, ctx.responses, True)
         shared = []  # gradients of the prefixes
         for (rows, *packed), k, v in zip(ctx.groups, prefixes[::2], prefixes[1::2], strict=True):
-            part, d_prefix = 0, (None, None)
-            if len(k):
+            d_prefix = None, None
+            if len(k) and rows.stop > rows.start:
                 rest = out[rows], lse[:, rows], *packed
                 part, *d_prefix = _flash_backward(grad[rows], query[rows], k, v, *rest, False)
-            dq[rows] += part
+                dq[rows] += part
             shared += d_prefix
         return dq, dk, dv, None, None, *shared
 
@@ -421,8 +421,9 @@ class QwenVL(torch.nn.Module):
     def suffix(
         self, prefix: Prefix, responses: list[torch.Tensor], lengths: list[list[int]], temperature: float
     ) -> list[torch.Tensor]:
-        """For each prompt, log-probabilities [N, S] float32 of its `responses` [N, S] int64, each as long as `lengths`
-        says (zeros beyond). An empty one counts as one token, whatever stands there, so that there always is a graph.
+        """For each prompt, log-probabilities [N, S] float32 of its `responses` [N, S] int64 (N may be 0), each as long
+        as `lengths` says (zeros beyond). An empty one counts as one token, whatever stands there, so that there always
+        is a graph.
 
         They are those of the sampling distribution: log_softmax((logits + logit_bias) / temperature), over the whole
         vocabulary. A collective of the tensor-parallel group.
@@ -444,7 +445,7 @@ class QwenVL(torch.nn.Module):
         logprobs = -tensor_parallel.vocab_parallel_cross_entropy(logits, tokens[:, None])[:, 0]
         parts = iter(logprobs.split(boundary.responses.lengths))
         return [
-            torch.stack([F.pad(next(parts), (0, r.shape[1] - n)) for n in own])
+            torch.stack([F.pad(next(parts), (0, r.shape[1] - n)) for n in own]) if own else r.new_zeros(r.shape).float()
             for r, own in zip(responses, lengths, strict=True)
         ]
 

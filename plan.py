@@ -12,7 +12,7 @@ by term: tests/test_plan.py counts what real forward passes save on a CPU and fi
 three kernels save something else (fused RMSNorm, flash attention, its variable-length form in the vision tower); those
 terms are derived from the kernels' signatures, not measured, and so are all temporaries. What the CUDA runtime and the
 engine's hold are stated constants. RESERVE stands for all of that and for fragmentation. Sizes are worst cases: every
-prompt and every response as long as its limit.
+prompt and every response as long as its limit, and micro-batches as full of media as shorter prompts can make them.
 
 Run (no GPU, no weights, under 5 s):
     python plan.py --model qwen2.5-vl-32b --train-tp 8 --rollout-tp 4      # the paper's case, with its Table 1
@@ -27,6 +27,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Annotated, Literal, NamedTuple
 
@@ -47,6 +48,7 @@ TRAINER_RUNTIME_GIB, ENGINE_RUNTIME_GIB = 1.0, 2.0
 # Host: measured on the CPU machine, engine 3 GiB, trainer 0.8 after its imports; the trainer's with room for CUDA.
 ENGINE_HOST_GIB, TRAINER_HOST_GIB = 3.0, 2.0
 FILLED = 8  # to multiples of which layers.py fills up an MLP's inner width (its ALIGN)
+FULL_TOKENS = 8192  # below some 8 to 16 thousand tokens at once an H200 waits for the host's launches (measured)
 OFFLOAD_FACTOR = 1.2  # what two operations save is copied to the host twice: 1.09 to 1.16 measured on a CPU
 
 # B prompts, N responses a prompt, P prompt tokens, S response tokens, b bytes of an element. All sizes are of one GPU.
@@ -69,8 +71,9 @@ class Workload:
     """Visual tokens in it; the vision tower sees four patches for each. 1024: 16 frames of 128 * 28 * 28 pixels."""
     response_tokens: int = 512
     """Longest response (--rollout.max-new-tokens)."""
-    micro_batch: int = 1
-    """Prompt groups that the trainer computes at once."""
+    micro_tokens: int = 8192
+    """Tokens that the trainer computes at once: prompts together, and their responses together, up to so many; what is
+    longer goes alone."""
     slice_tokens: int = 128
     """Visual tokens of a temporal slice (two frames of a clip, or an image), which a rank encodes whole. 128: frames of
     128 * 28 * 28 pixels, train.py's --data.max-pixels."""
@@ -99,7 +102,7 @@ class Workload:
 
     def validate(self) -> None:
         """Raise ValueError naming the field, its value and the fix."""
-        counts = "prompts", "n", "response_tokens", "micro_batch", "slice_tokens", "max_num_seqs"
+        counts = "prompts", "n", "response_tokens", "micro_tokens", "slice_tokens", "max_num_seqs"
         for name in (*counts, "max_num_batched_tokens"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         _require(self.prompt_tokens >= 2, "prompt_tokens", self.prompt_tokens, "2 or more")
@@ -309,18 +312,49 @@ def kv_token_bytes(hf_config, w: Workload, tp: int) -> int:
     return 2 * d.layers * d.kv * w.itemsize
 
 
-def suffix_bytes(hf_config, w: Workload, tp: int, again: bool = False) -> int:
-    """Saved by the forward pass of one prompt's N · S response tokens: layers (with `again` only their inputs), final
+def suffix_token_bytes(hf_config, w: Workload, tp: int, again: bool = False) -> int:
+    """Saved by the forward pass of a suffix for one response token: layers (with `again` only their inputs), final
     norm, FP32 logits (as softmax). The prompt's keys and values are read where the boundary holds them."""
     d, b = _dims(hf_config, tp), w.itemsize
     layers = d.layers * (b * d.hidden if again else layer_bytes(d, w))
-    return w.n * w.response_tokens * (layers + _norm_bytes(d, w) + b * d.hidden + 4 * d.vocab)
+    return layers + _norm_bytes(d, w) + b * d.hidden + 4 * d.vocab
 
 
-def suffix_again_bytes(hf_config, w: Workload, tp: int) -> int:
-    """At most in the backward of one prompt's suffix: the inputs of all layers, and the last one computed again."""
+def suffix_again_token_bytes(hf_config, w: Workload, tp: int) -> int:
+    """At most in the backward of a suffix for one response token: the inputs of all layers, and the last one computed
+    again."""
     d = _dims(hf_config, tp)
-    return w.n * w.response_tokens * (d.layers * w.itemsize * d.hidden + _layer_again_bytes(d, w))
+    return d.layers * w.itemsize * d.hidden + _layer_again_bytes(d, w)
+
+
+class Passes(NamedTuple):
+    """Tokens that a replica computes at once, and those whose prefixes wait."""
+
+    prompt: int  # of a micro-batch
+    response: int  # of one pass over its suffixes
+    there: int  # prompt tokens whose prefixes exist at once
+    kept: int  # of these, the ones whose activations may be kept (--memory.keep-tokens)
+    batch: Workload  # with as many visual tokens a prompt as a micro-batch can have
+    waiting: Workload  # and those whose activations are kept
+
+
+def passes(w: Workload, policy: MemoryConfig, groups: int) -> Passes:
+    """Of a replica with `groups` prompts. Shorter prompts with the same media fill up a micro-batch, and what is kept:
+    neither need be a whole number of longest prompts, and the share of visual tokens in it may be larger than in
+    those."""
+    whole = groups * w.prompt_tokens
+    prompt = max(w.prompt_tokens, min(whole, w.micro_tokens))
+    response = min(max(w.micro_tokens, w.response_tokens), prompt * w.n * w.response_tokens // w.prompt_tokens)
+    there = whole if w.overlap == "prefix" else prompt
+    kept = min(there, policy.keep_tokens or there)
+
+    def densest(tokens: int, most: int) -> Workload:
+        visual = max(w.visual_tokens, min(groups * w.visual_tokens, most))
+        return replace(w, visual_tokens=min(w.prompt_tokens, math.ceil(visual * w.prompt_tokens / tokens)))
+
+    one = w.micro_tokens if there == prompt else there  # a longer prompt goes alone
+    batch, waiting = densest(prompt, w.micro_tokens), densest(kept, min(kept, one))
+    return Passes(prompt, response, there, kept, batch, waiting)
 
 
 # ---- what is derived but not measured --------------------------------------------------------------------------------
@@ -335,9 +369,9 @@ def _prefix_work(hf_config, w: Workload, tp: int) -> int:
 
 
 def _suffix_work(hf_config, w: Workload, tp: int) -> int:
-    """Temporaries of one layer of the language model in the backward of one prompt's suffix."""
+    """Temporaries of one layer of the language model in the backward of a suffix, for one response token."""
     d = _dims(hf_config, tp)
-    return w.n * w.response_tokens * w.itemsize * (3 * d.hidden + 4 * d.inner)
+    return w.itemsize * (3 * d.hidden + 4 * d.inner)
 
 
 def _engine_other(hf_config, w: Workload, rollout_tp: int) -> int:
@@ -359,14 +393,22 @@ def kv_bytes(hf_config, w: Workload, rollout_tp: int, responses: int) -> int:
 
 
 def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: MemoryConfig, held: Held, groups: int):
-    """{object: bytes}, of all `groups` of a replica, or `…_mb` of one micro-batch; `…_work` are temporaries."""
-    mb, d, gpu = min(w.micro_batch, groups), _dims(hf_config, train_tp), w.device == "cuda"
-    model, again = (hf_config, w, train_tp), policy.recompute_layers
+    """{object: bytes}, of all prompts of a replica whose prefixes wait, or `…_mb` of one micro-batch, `…_kept` of those
+    whose activations are kept; `suffix…` of one pass; `…_work` are temporaries."""
+    d, gpu, at_once = _dims(hf_config, train_tp), w.device == "cuda", passes(w, policy, groups)
+    model, again = (hf_config, at_once.batch, train_tp), policy.recompute_layers
     boundary, prefix = boundary_bytes(*model), prefix_bytes(*model, again)
+    every = prefix_bytes(hf_config, w, train_tp, again) if w.overlap == "prefix" else prefix
     config, vision = optimizer.OptimizerConfig(chunk_mib=w.chunk_mib), hf_config.vision_config
-    patches = 4 * visual_share(w, train_tp)
+    patches = 4 * visual_share(at_once.batch, train_tp)
     layer = (w.prompt_tokens - 1) * layer_bytes(d, w), patches * vision_bytes(hf_config, w) // vision.depth
     responses = min(w.max_num_seqs, math.ceil(groups * rollout_tp / train_tp) * w.n)
+    gone = at_once.kept // at_once.prompt * at_once.prompt  # once all kept micro-batches are consumed
+
+    def prompts(one: int, tokens: int) -> int:
+        """Bytes of this many prompt tokens, from those of one prompt."""
+        return one * tokens // w.prompt_tokens
+
     return {
         "layers": d.layers,
         "snapshot": held.snapshot + held.fused,
@@ -378,21 +420,25 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
         "gradient": 4 * held.numel,
         "state": 12 * held.numel,
         "workspace": optimizer.workspace_bytes(config, 0 if policy.chunked_optimizer else held.numel),
-        "boundary": groups * boundary,
-        "boundary_mb": mb * boundary,
-        "prefix": groups * prefix,
-        "prefix_mb": mb * prefix,
-        "prefix_layer": mb * max(layer),
-        "prefix_again": mb * prefix_again_bytes(*model) if again else 0,
-        "suffix_mb": mb * suffix_bytes(*model, again),
-        "suffix_again": mb * suffix_again_bytes(*model),
-        "suffix_work": gpu * mb * _suffix_work(*model),
+        "boundary": prompts(boundary, at_once.there),
+        "boundary_kept": prompts(boundary, at_once.kept),
+        "boundary_left": prompts(boundary, at_once.there - gone),
+        "boundary_mb": prompts(boundary, at_once.prompt),
+        "prefix": prompts(every, at_once.there),
+        "prefix_kept": prompts(prefix_bytes(hf_config, at_once.waiting, train_tp, again), at_once.kept),
+        "some_dropped": at_once.kept < at_once.there,
+        "prefix_mb": prompts(prefix, at_once.prompt),
+        "prefix_layer": prompts(max(layer), at_once.prompt),
+        "prefix_again": prompts(prefix_again_bytes(*model), at_once.prompt) if again else 0,
+        "suffix": at_once.response * suffix_token_bytes(*model, again),
+        "suffix_again": at_once.response * suffix_again_token_bytes(*model),
+        "suffix_work": gpu * at_once.response * _suffix_work(*model),
         "logprobs": groups * w.n * w.response_tokens * (13 + 4 * w.reference),
-        "prefix_work": gpu * mb * _prefix_work(hf_config, w, train_tp),
+        "prefix_work": gpu * prompts(_prefix_work(*model), at_once.prompt),
         # Beside the FP32 softmax: the logits in b bytes, and in FP32 before the temperature divides them.
-        "logits_work": gpu * mb * w.n * w.response_tokens * d.vocab * (w.itemsize + 4),
-        "softmax": gpu * mb * w.n * w.response_tokens * d.vocab * 4,  # where autograd does not keep it
-        "boundary_work": gpu * mb * (w.prompt_tokens - 1) * kv_token_bytes(hf_config, w, train_tp),  # its gradients
+        "logits_work": gpu * at_once.response * d.vocab * (w.itemsize + 4),
+        "softmax": gpu * at_once.response * d.vocab * 4,  # where autograd does not keep it
+        "boundary_work": gpu * prompts(boundary, at_once.prompt),  # its gradients
         "parameter_work": gpu * w.itemsize * held.largest,  # the gradient that is on its way into the buffer
     }
 
@@ -400,16 +446,17 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
 def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
     """The windows of a step, each with what lives in it: memory.CONTRACT with sizes."""
     ahead, kind = w.overlap == "prefix", policy.activations  # ahead: the prefixes of all groups wait for their suffixes
-    boundary, saved = (s["boundary"], s["prefix"]) if ahead else (s["boundary_mb"], s["prefix_mb"])
+    boundary = s["boundary"]
     # Kept keys and values are among the saved tensors, but for the last layer's, and count as boundary. Where layers
     # keep only their input none are; then a recomputed prefix has all of them as outputs, beside the boundary.
     held_twice, anew = (0, s["layers"]) if policy.recompute_layers else (s["layers"] - 1, 1)
-    waiting = saved - boundary * held_twice // s["layers"] if kind == "keep" else 0
+    waiting = s["prefix_kept"] - s["boundary_kept"] * held_twice // s["layers"] if kind == "keep" else 0
     # A GPU saves faster than copies leave it, so offloading lags by up to a micro-batch; backward brings back a layer.
     produced = s["prefix_mb"] if kind == "offload" else waiting
     again = s["prefix_mb"] + s["boundary_mb"] * anew // s["layers"]  # with keys and values that were computed anew
     consumed = {"keep": waiting, "offload": s["prefix_layer"], "recompute": again}[kind]
     consumed += 0 if kind == "offload" else s["prefix_again"]
+    dropped = kind == "keep" and s["some_dropped"]  # which are computed again once the kept ones are gone
     always = {name: s[name] for name in ("snapshot", "engine_other", "other")}
     kept = {"engine_weights": policy.weight_sharing, "rollout_kv": policy.engine_release}
     kept["reference"] = policy.reference_paging or not w.reference
@@ -441,13 +488,16 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
     if not ahead:
         yield window("2", "actor prefix", s["prefix_work"], **base, prefix_activations=produced)
     # The suffixes' backward leaves gradients at the boundary; the prefix's gathers them once more before it starts.
-    work, more = s["boundary_work"] + s["parameter_work"], {"suffix_activations": s["suffix_mb"]}
+    work, more = s["boundary_work"] + s["parameter_work"], {"suffix_activations": s["suffix"]}
     yield window("2", "actor suffix", work + s["logits_work"], **base, prefix_activations=waiting, **more)
     if policy.recompute_layers:  # otherwise what a backward pass frees is more than what it computes
         more = {"suffix_activations": s["suffix_again"]}
         yield window("2", "suffix backward", work + s["suffix_work"], **base, prefix_activations=waiting, **more)
     work += s["boundary_work"] + s["prefix_work"]
     yield window("2", "prefix backward", work, **base, prefix_activations=consumed)
+    if dropped:
+        left = base | {"actor_boundary": s["boundary_left"], "prefix_activations": again + s["prefix_again"]}
+        yield window("2", "backward of a dropped prefix", work, **left)
     yield window("3", "optimizer", **update)
 
 
@@ -458,23 +508,28 @@ def engine_host_bytes(rollout_tp: int) -> int:
 
 def _host(s: dict, w: Workload, policy: MemoryConfig, rollout_tp: int) -> dict[str, int]:
     """Host memory for each GPU: the pinned pool, and processes at the constants above."""
-    saved = int(OFFLOAD_FACTOR * (s["prefix"] if w.overlap == "prefix" else s["prefix_mb"]))
     return {
         "FP32 master weights and moments": s["state"] if policy.state_offload else 0,
         "reference weights": s["reference"] if w.reference else 0,
-        "offloaded activations": saved if policy.activations == "offload" else 0,
+        "offloaded activations": int(OFFLOAD_FACTOR * s["prefix"]) if policy.activations == "offload" else 0,
         "trainer and engine processes": int(TRAINER_HOST_GIB * GIB) + engine_host_bytes(rollout_tp),
     }
 
 
+def _kept(policy: MemoryConfig) -> str:
+    some = policy.activations == "keep" and policy.keep_tokens
+    return policy.activations + f" {policy.keep_tokens} tokens" * bool(some)
+
+
 def _formulas(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: MemoryConfig, held: Held, groups: int):
     """How each object's bytes come about, {tag: text}."""
-    d, b, tokens, mb = _dims(hf_config, train_tp), w.itemsize, w.prompt_tokens - 1, min(w.micro_batch, groups)
+    d, b, tokens = _dims(hf_config, train_tp), w.itemsize, w.prompt_tokens - 1
     shard = f"{held.numel / 1e9:.3f} B parameters of a training shard"
     again = policy.recompute_layers
     a_layer, kept = (b * d.hidden, ", a layer at a time again") if again else (layer_bytes(d, w), "")
-    patch = vision_bytes(hf_config, w, again)
-    prefix = f"{a_layer} B a token and layer x {d.layers} x {tokens} + {patch} B a patch"
+    patch, at_once = vision_bytes(hf_config, w, again), passes(w, policy, groups)
+    patches = 4 * visual_share(at_once.waiting if policy.activations == "keep" else at_once.batch, train_tp)
+    prefix = f"{a_layer} B a token and layer x {d.layers} x {tokens} + {patch} B a patch x {patches}"
     state = "" if policy.state_offload else f"12 B x {shard}, always, and "
     boundary = f"2 x {d.layers} layers x {d.kv // d.head} heads x {d.head} x {b} B x {tokens} tokens x {groups} prompts"
     fused = f" + {held.fused / GIB:.2f} GiB QKV in the trainer's order" if held.fused else ""
@@ -488,9 +543,9 @@ def _formulas(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Me
         "actor_boundary": boundary,
         "reference_boundary": boundary,
         "reference": f"{b} B x {shard}",
-        "prefix_activations": f"{prefix} x {4 * visual_share(w, train_tp)}, a prompt; {policy.activations}{kept}",
+        "prefix_activations": f"{prefix}, a prompt; {_kept(policy)}{kept}",
         "suffix_activations": f"({a_layer} B x {d.layers} layers + {4 * d.vocab} B of logits) a token x "
-        f"{mb} x {w.n} x {w.response_tokens}{kept}",
+        f"{at_once.response} a pass{kept}",
         "logprobs": f"{13 + 4 * w.reference} B x {groups * w.n * w.response_tokens} response tokens",
         "gradient": f"4 B x {shard}",
         "optimizer_state": state + (f"3 x {w.chunk_mib:g} MiB" if policy.chunked_optimizer else f"16 B x {shard}"),
@@ -608,11 +663,20 @@ def _changes(p: Plan, hbm_bytes: float) -> Iterator[Change]:
     if w.chunk_mib > 16:
         yield change("--optimizer.chunk-mib 16", "more and shorter copies", chunk_mib=16.0)
     yield Change("a smaller KV cache", "fewer responses decoded at once", lambda q: _smaller_kv(q, hbm_bytes))
-    if w.micro_batch > 1:
-        yield change("--micro-batch 1", "smaller matrix products", micro_batch=1)
+    smaller = [
+        change(f"--micro-tokens {tokens}", "smaller matrix products", micro_tokens=tokens)
+        for tokens in _halves(w.micro_tokens, 1024)[1:]
+    ]
+    enough = sum(tokens >= FULL_TOKENS for tokens in _halves(w.micro_tokens, 1024)[1:])
+    yield from smaller[:enough]
     if policy.activations == "keep":
-        cost = "a second forward pass of each actor prefix"
-        yield change("--memory.activations recompute", cost, activations="recompute")
+        groups, cost = w.prompts * p.train_tp // p.world, "a second forward pass of "
+        for tokens in (groups // k * w.prompt_tokens for k in (2, 4) if not policy.keep_tokens):
+            make = partial(_keep, tokens=tokens)
+            yield Change(f"--memory.keep-tokens {tokens}", cost + "the other actor prefixes", make)
+        text, cost = "--memory.activations recompute", cost + "each actor prefix"
+        yield change(text, cost, activations="recompute", keep_tokens=0)
+    yield from smaller[enough:]
     if not policy.recompute_layers:
         yield change("--memory.recompute-layers", "a second forward pass of each layer", recompute_layers=True)
     for tp in (2 * p.rollout_tp, 4 * p.rollout_tp):
@@ -622,7 +686,7 @@ def _changes(p: Plan, hbm_bytes: float) -> Iterator[Change]:
             yield change(f"--train-tp {tp}", "more collectives a layer, fewer replicas", train_tp=tp)
     if policy.activations != "offload":
         cost = "activations go to the host and back, and need room there"
-        yield change("--memory.activations offload", cost, activations="offload")
+        yield change("--memory.activations offload", cost, activations="offload", keep_tokens=0)
     if w.overlap == "prefix":
         yield change("--overlap none", "prefixes no longer run beside decode", overlap="none")
     for factor in (2, 4):
@@ -643,6 +707,14 @@ def _smaller_kv(p: Plan, hbm_bytes: float) -> Plan:
     if target >= p.kv_bytes:
         raise ValueError("the KV cache is not too large, or already the smallest that holds one group")
     return p.replan(kv_cache_gib=target / GIB)
+
+
+def _keep(p: Plan, tokens: int) -> Plan:
+    """With so many prompt tokens kept, if that is a micro-batch or more, but not all that there are."""
+    at_once = passes(p.workload, p.policy, p.workload.prompts * p.train_tp // p.world)
+    if not at_once.prompt <= tokens < at_once.there:
+        raise ValueError(f"--memory.keep-tokens {tokens}: expected {at_once.prompt} to {at_once.there - 1}")
+    return p.replan(activations="keep", keep_tokens=tokens)
 
 
 # ---- largest budgets -------------------------------------------------------------------------------------------------
@@ -666,8 +738,10 @@ def budgets(p: Plan, hbm_bytes: float) -> dict[str, float]:
 
 
 def _largest(good: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest whole number from `low` to `high` up to which good() holds; 0 if it does not hold for `low`."""
-    if low > high or not good(low):
+    """The largest whole number from `low` to `high` for which good() holds, if it holds for one of high, high / 2, …,
+    low and from there up to some limit; else 0. It need not hold below: short prompts can be all media."""
+    starts = [*_halves(high, low), low] if low <= high else []
+    if (low := next((x for x in starts if good(x)), 0)) == 0:
         return 0
     while low < high:
         middle = (low + high + 1) // 2
@@ -684,8 +758,9 @@ class Settings:
 
     train_tp: int
     rollout_tp: int
-    micro_batch: int
+    micro_tokens: int
     activations: str
+    keep_tokens: int
     recompute_layers: bool
     kv_cache_gib: float
     max_num_seqs: int
@@ -696,21 +771,38 @@ class Settings:
     reasons: dict[str, str]  # field -> one line
 
 
+CHOSEN = tuple(name for name in Settings.__annotations__ if name not in ("offload_gib", "plan", "reasons"))
+
+
 def choose(
-    hf_config, world: int, hbm_bytes: float, host_bytes: float, workload: Workload, policy: MemoryConfig | None = None
+    hf_config,
+    world: int,
+    hbm_bytes: float,
+    host_bytes: float,
+    workload: Workload,
+    policy: MemoryConfig | None = None,
+    given: dict | None = None,
 ) -> Settings:
     """Settings whose step leaves RESERVE of each GPU free, and fits into `host_bytes` of a host (0: unlimited).
 
-    Preferred in this order: a small rollout TP, a small train TP, activations kept rather than recomputed, many prompts
-    and responses at once. Layers are computed again only where nothing else fits, and activations offloaded only where
-    that does not either. Raises ValueError with a verdict.
+    Preferred in this order: a small rollout TP, a small train TP, half of the responses or more at once, many tokens at
+    once up to FULL_TOKENS, activations kept rather than some of them or none, more responses, more tokens. Layers are
+    computed again only where nothing else fits, and activations offloaded only where that does not either. `given`
+    ({field of CHOSEN: value}) stays as it is; the same fields of `workload` and `policy` do not count, but for
+    recompute_layers. Raises ValueError with a verdict, or naming a given value that cannot be.
     """
+    given = dict(given or {})
+    assert set(given) <= set(CHOSEN), f"given: expected some of {CHOSEN}, got {tuple(given)}"
+    if given.get("train_tp") == 0:  # all GPUs, as for train.py
+        given["train_tp"] = world
+    for name in ("train_tp", "rollout_tp", "micro_tokens", "max_num_seqs"):
+        _require(given.get(name, 1) >= 1, name, given.get(name), "1 or more")
     room, nearest, failure = hbm_bytes * (1 - RESERVE), None, ""
-    for p in _candidates(hf_config, world, workload, policy or MemoryConfig()):
+    for p in _candidates(hf_config, world, workload, policy or MemoryConfig(), given):
         if isinstance(p, str):
             failure = p
         elif fits(p, room, host_bytes):
-            return _settings(p, room)
+            return _settings(p, room, given)
         elif nearest is None or p.peak_bytes < nearest.peak_bytes:
             nearest = p
     if nearest is None:
@@ -722,30 +814,65 @@ def choose(
 
 
 def _activations(policy: MemoryConfig) -> str:
-    return policy.activations + " by layer" * policy.recompute_layers
+    return _kept(policy) + " by layer" * policy.recompute_layers
 
 
-def _candidates(hf_config, world: int, workload: Workload, policy: MemoryConfig) -> Iterator[Plan | str]:
-    """Plans in order of preference; where the degrees cannot be, why."""
-    degrees = [tp for tp in range(1, world + 1) if world % tp == 0]
-    pairs = [(t, r) for r in degrees for t in degrees if t % r == 0 and t <= GPUS_PER_HOST]
-    again = policy.recompute_layers  # as given, or where nothing fits without
-    kinds = [(t, r, a, again) for t, r in pairs for a in ("keep", "recompute")]
-    kinds += [] if again else [(t, r, "recompute", True) for t, r in pairs]
-    kinds += [(t, r, "offload", again) for t, r in pairs]
-    for train_tp, rollout_tp, activations, layers in kinds:
+def _candidates(hf_config, world: int, workload: Workload, policy: MemoryConfig, given: dict) -> Iterator[Plan | str]:
+    """Plans in order of preference that agree with what is given; where the degrees cannot be, why."""
+    for train_tp, rollout_tp, kinds, layers in _kinds(world, policy, given):
         groups = max(1, workload.prompts * train_tp // world)
-        batches = _halves(min(groups, max(1, 8192 // workload.prompt_tokens)))
         sequences = _halves(min(256, math.ceil(groups * rollout_tp / train_tp) * workload.n), workload.n)
-        for micro_batch, seqs in product(batches, sequences):
-            own = dict(micro_batch=micro_batch, max_num_seqs=seqs, kv_cache_gib=0.0, chunk_mib=64.0)
+        sequences = [given["max_num_seqs"]] if "max_num_seqs" in given else sequences
+        sizes = _micro_tokens(workload) if "micro_tokens" not in given else [given["micro_tokens"]]
+        enough = FULL_TOKENS // workload.prompt_tokens * workload.prompt_tokens or FULL_TOKENS  # in whole prompts
+        full = [tokens for tokens in sizes if tokens >= enough]  # equally good; of the others the most first
+        equal = product((sequences[:2], sequences[2:]), [full, *([x] for x in sizes if x < enough)], kinds)
+        for seqs, kind, micro_tokens in (each for some, tokens, a in equal for each in product(some, a, tokens)):
+            own = dict(kv_cache_gib=0.0, chunk_mib=64.0)
             own["max_num_batched_tokens"] = max(4096, memory.align(workload.prompt_tokens))
-            residency = replace(policy, activations=activations, recompute_layers=layers)
-            settings = replace(workload, **own), residency
+            own |= {name: given[name] for name in own if name in given}
+            step = replace(workload, micro_tokens=micro_tokens, max_num_seqs=seqs, **own)
+            keep = given.get("keep_tokens", 0)
+            if kind == "some":  # at least a micro-batch, in whole prompts; _settings() finds out how many
+                keep = memory.align(max(micro_tokens, step.prompt_tokens), step.prompt_tokens)
+                if step.overlap == "none" or keep >= groups * step.prompt_tokens:
+                    continue  # the same as all
+            activations = "keep" if kind == "some" else kind
+            residency = replace(policy, activations=activations, keep_tokens=keep, recompute_layers=layers)
             try:
-                yield plan(hf_config, world, train_tp, rollout_tp, *settings)
+                yield plan(hf_config, world, train_tp, rollout_tp, step, residency)
             except ValueError as error:
                 yield str(error)
+
+
+def _kinds(world: int, policy: MemoryConfig, given: dict) -> Iterator[tuple[int, int, list[list[str]], bool]]:
+    """Train TP, rollout TP, which activations to try (lists of equally good ones) and whether layers are computed
+    again, in order of preference."""
+    degrees = [tp for tp in range(1, world + 1) if world % tp == 0]
+    trains = [given["train_tp"]] if "train_tp" in given else [tp for tp in degrees if tp <= GPUS_PER_HOST]
+    rollouts = [given["rollout_tp"]] if "rollout_tp" in given else degrees
+    pairs = [(t, r) for r in rollouts for t in trains if t % r == 0] or [(trains[-1], rollouts[-1])]  # says why not
+
+    def agrees(kind: str) -> bool:
+        if kind == "some" and "keep_tokens" in given:
+            return False
+        activations = "keep" if kind == "some" else kind
+        return activations == given.get("activations", "keep" if given.get("keep_tokens") else activations)
+
+    again = given.get("recompute_layers", policy.recompute_layers)  # as given, or where nothing fits without
+    rounds = [([["keep"], ["some", "recompute"]], again), ([["offload"]], again)]
+    if not again and "recompute_layers" not in given:
+        rounds.insert(1, ([["recompute"], ["keep"]], True))  # keeping needs more: only if it is given
+        rounds += [([["offload"]], True)] if given.get("activations") == "offload" else []
+    for kinds, layers in rounds:
+        for train_tp, rollout_tp in pairs:
+            yield train_tp, rollout_tp, [[kind for kind in some if agrees(kind)] for some in kinds], layers
+
+
+def _micro_tokens(w: Workload) -> list[int]:
+    """Whole prompts of full length, up to 2 * FULL_TOKENS; then less than one, so that only suffixes take less room."""
+    prompts = [k * w.prompt_tokens for k in _halves(max(1, 2 * FULL_TOKENS // w.prompt_tokens))]
+    return prompts + [tokens for tokens in (4096, 2048) if tokens < w.prompt_tokens]
 
 
 def _halves(start: int, least: int = 1) -> list[int]:
@@ -753,36 +880,56 @@ def _halves(start: int, least: int = 1) -> list[int]:
     return [start, *_halves(start // 2, least)] if start // 2 >= least else [start]
 
 
-def _settings(p: Plan, room: float) -> Settings:
-    """The plan with the largest chunk that is not what needs most, and the KV cache in round figures."""
+def _settings(p: Plan, room: float, given: dict) -> Settings:
+    """The plan with the KV cache in round figures, as many prompts kept as fit if it keeps some, and the largest chunk
+    that is not what needs most; but for what is given."""
     w, groups = p.workload, p.workload.prompts * p.train_tp // p.world
-    kinds = dict(
+    if "kv_cache_gib" not in given:
+        rounded = p.replan(kv_cache_gib=math.ceil(4 * p.kv_bytes / GIB) / 4)
+        p = rounded if fits(rounded, room) else p.replan(kv_cache_gib=p.kv_bytes / GIB)
+    if p.policy.keep_tokens and "keep_tokens" not in given:
+        some, one = p, w.prompt_tokens
+        most = _largest(lambda k: fits(some.replan(keep_tokens=k * one), room), p.policy.keep_tokens // one, groups - 1)
+        p = p.replan(keep_tokens=most * one)
+    if "chunk_mib" not in given:
+        larger = (p.replan(chunk_mib=chunk) for chunk in (512.0, 256.0, 128.0))
+        p = next((q for q in larger if q.peak().phase in ("1", "2")), p)
+    offload = math.ceil(p.host["offloaded activations"] / GIB)
+    reasons = _reasons(p, groups) | dict.fromkeys(given, "as given")
+    reasons |= {"offload_gib": "what all groups of a replica save"} if offload else {}
+    degrees, w = {"train_tp": p.train_tp, "rollout_tp": p.rollout_tp}, p.workload
+    chosen = degrees | {name: getattr(w if hasattr(w, name) else p.policy, name) for name in CHOSEN[2:]}
+    return Settings(**chosen, offload_gib=offload, plan=p, reasons=reasons)
+
+
+def _reasons(p: Plan, groups: int) -> dict[str, str]:
+    """A line for each setting."""
+    w, policy, at_once = p.workload, p.policy, passes(p.workload, p.policy, groups)
+    activations = dict(
         keep="what the prefixes save fits beside decode: nothing is computed or copied twice",
         recompute="kept ones do not fit; a second forward pass takes less time than copies to the host and back",
         offload="neither kept nor recomputed ones fit at any degree",
-    )
+    )[policy.activations]
+    kept = dict(keep="all of them").get(policy.activations, "none of them is kept")
+    if policy.keep_tokens:
+        activations = "as many as fit beside decode; the others are computed twice"
+        kept = f"{policy.keep_tokens / w.prompt_tokens:.3g} of the {groups} prompts of a replica fit"
     layers = "what the layers of one micro-batch save fits"
-    if p.policy.recompute_layers:
+    if policy.recompute_layers:
         layers = "as given, or nothing fits without: one more forward pass, layer by layer, in each backward"
-    larger = (p.replan(chunk_mib=chunk) for chunk in (512.0, 256.0, 128.0))
-    p = next((q for q in larger if q.peak().phase in ("1", "2")), p)
-    rounded = p.replan(kv_cache_gib=math.ceil(4 * p.kv_bytes / GIB) / 4)
-    p = rounded if fits(rounded, room) else p.replan(kv_cache_gib=p.kv_bytes / GIB)
-    offload = math.ceil(p.host["offloaded activations"] / GIB)
-    reasons = dict(
+    most = f"{at_once.prompt / w.prompt_tokens:.3g} of {groups} prompts, or {at_once.response} response tokens"
+    return dict(
         train_tp=f"the smallest that fits: {p.world // p.train_tp} replica(s), peak {p.peak_bytes / GIB:.1f} GiB a GPU",
         rollout_tp=f"the smallest that fits: {p.world // p.rollout_tp} engine(s), fewest collectives a decoded token",
-        micro_batch=f"{w.micro_batch} of {groups} groups of a replica: at most 8192 prompt tokens at once",
-        activations=kinds[p.policy.activations],
+        micro_tokens=f"{most}, at once: some {FULL_TOKENS} keep a GPU busy",
+        activations=activations,
+        keep_tokens=kept,
         recompute_layers=layers,
         kv_cache_gib=f"{w.max_num_seqs} responses at full length, a group's prompt once",
         max_num_seqs="all responses of an engine at once, up to 256, or as many as the KV cache has room for",
         max_num_batched_tokens="a whole prompt in one engine step",
         chunk_mib="the largest up to 512 that leaves the peak to phase 1 or 2",
-    ) | ({"offload_gib": "what all groups of a replica save"} if offload else {})
-    kinds = p.policy.activations, p.policy.recompute_layers
-    values = p.workload.kv_cache_gib, w.max_num_seqs, w.max_num_batched_tokens, p.workload.chunk_mib
-    return Settings(p.train_tp, p.rollout_tp, w.micro_batch, *kinds, *values, offload, p, reasons)
+    )
 
 
 # ---- printing --------------------------------------------------------------------------------------------------------
@@ -842,7 +989,7 @@ def report(p: Plan, hbm_bytes: float, host_bytes: float = 0) -> str:
         f"{p.world} GPUs, train TP {p.train_tp}, rollout TP {p.rollout_tp}, {w.dtype}, --overlap {w.overlap}, "
         f"activations {_activations(p.policy)}",
         f"{w.prompts} prompts of {w.prompt_tokens} tokens, {w.visual_tokens} visual; {w.n} responses of "
-        f"{w.response_tokens}; micro-batch {w.micro_batch}\n",
+        f"{w.response_tokens}; {w.micro_tokens} tokens at once\n",
         f"GiB a GPU at each peak{'start-up':>10s}" + "".join(f"{f'phase {i}':>9s}" for i in "123"),
     ]
     for tag in tags:
@@ -919,12 +1066,15 @@ class Args:
 
 
 def _enough(args: Args, hf_config, hbm_bytes: float) -> Plan:
-    """Print and plan what choose() says for args.gpus, or for the fewest that are enough. Raises ValueError if none
-    are."""
+    """Print and plan what choose() says for args.gpus, or for the fewest that are enough, with those of its settings as
+    given that are not at their defaults. Raises ValueError if none are."""
     counts = [args.gpus] if args.gpus else [1, 2, 4, 8, 16, 32]
+    owners = (args.workload, Workload()), (args.memory, MemoryConfig())  # what is not the default is taken as given
+    settings = {name: pair for pair in owners for name in CHOSEN if hasattr(pair[0], name)}
+    given = {k: getattr(own, k) for k, (own, usual) in settings.items() if getattr(own, k) != getattr(usual, k)}
     for world in counts:
         try:
-            settings = choose(hf_config, world, hbm_bytes, args.host_gib * GIB, args.workload, args.memory)
+            settings = choose(hf_config, world, hbm_bytes, args.host_gib * GIB, args.workload, args.memory, given)
         except ValueError as error:
             if world == counts[-1]:
                 raise

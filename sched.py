@@ -32,7 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -41,6 +41,21 @@ import torch.distributed as dist
 import memory
 
 # N responses a prompt, S response tokens padded to the group's longest.
+
+
+# ---- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+def packed(lengths: list[int], most: int, padded: bool) -> list[slice]:
+    """Neighbours of these lengths (tokens) together, in order, up to `most` tokens, which padding to the longest counts
+    towards if there is any. What is longer goes alone."""
+    runs, start, longest, total = [], 0, 0, 0
+    for i, length in enumerate(lengths):
+        longest, total = max(longest, length), total + length
+        if i > start and ((i + 1 - start) * longest if padded else total) > most:
+            runs.append(slice(start, i))
+            start, longest, total = i, length, length
+    return [*runs, slice(start, len(lengths))] if lengths else runs
 
 
 # ---- phase timeline --------------------------------------------------------------------------------------------------
@@ -129,6 +144,11 @@ class Group:
         for name in ("tokens", "mask", "rollout_logprobs"):
             setattr(self, name, getattr(self, name).to(memory.device()))
 
+    def part(self, rows: slice) -> "Group":
+        """Its responses `rows` alone, as the loss sees them."""
+        names = "advantages", "tokens", "mask", "rollout_logprobs", "ref_logprobs"
+        return replace(self, **{name: None if (x := getattr(self, name)) is None else x[rows] for name in names})
+
     def drop(self) -> None:
         """Let go of the tensors once the loss has combined them."""
         self.tokens = self.mask = self.rollout_logprobs = self.ref_logprobs = None
@@ -147,12 +167,37 @@ class MicroBatch:
         return [group.sample for group in self.groups]
 
     @property
-    def tokens(self) -> list[torch.Tensor]:
-        return [group.tokens for group in self.groups]
+    def tokens(self) -> int:
+        """Of its prompts, padded to the longest."""
+        return len(self.groups) * max(len(group.sample.input_ids) for group in self.groups)
+
+    def passes(self, most: int) -> Iterator["SuffixPass"]:
+        """The suffixes of all its responses, in passes of at most `most` response tokens."""
+        owners = [(g, i) for g, group in enumerate(self.groups) for i in range(len(group.responses))]
+        lengths = [max(1, len(self.groups[g].responses[i].token_ids)) for g, i in owners]
+        for run in packed(lengths, most, padded=False):
+            rows = [[i for g, i in owners[run] if g == own] for own in range(len(self.groups))]
+            yield SuffixPass(self.groups, [slice(own[0], own[-1] + 1) if own else slice(0) for own in rows])
+
+
+@dataclass
+class SuffixPass:
+    """Responses of a micro-batch whose suffixes are computed together: of each group the rows."""
+
+    groups: list[Group]
+    rows: list[slice]
 
     @property
-    def lengths(self) -> list[list[int]]:
-        return [[len(response.token_ids) for response in group.responses] for group in self.groups]
+    def responses(self) -> tuple[list[torch.Tensor], list[list[int]]]:
+        """What model.suffix() takes: each group's tokens, and their lengths."""
+        pairs = list(zip(self.groups, self.rows, strict=True))
+        return [g.tokens[r] for g, r in pairs], [[len(x.token_ids) for x in g.responses[r]] for g, r in pairs]
+
+    def parts(self, logprobs: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Group]]:
+        """Each group that has responses here, with their log-probabilities."""
+        for values, group, rows in zip(logprobs, self.groups, self.rows, strict=True):
+            if len(values):
+                yield values, group.part(rows)
 
 
 class PagedReference:
@@ -193,7 +238,7 @@ class Schedule:
     ledger: memory.Ledger
     saved: memory.SavedTensors
     policy: memory.MemoryConfig
-    micro_batch: int = 1  # groups computed at once
+    micro_tokens: int = 8192  # prompt tokens of a micro-batch, response tokens of a suffix pass
     log: memory.MemoryLog | None = None
     kv_bytes: int = 0  # of the engine's KV cache on this rank's device, known once the engine is ready
     workers: list[int] = field(default_factory=list)  # ranks of the replica on whose devices this rank's engine works
@@ -218,7 +263,7 @@ class Schedule:
         the groups that this rank's engine answered. prepare: fills in advantages, returns the loss's denominator over
         this replica. loss: unnormalised, of one group.
         """
-        batches = [MicroBatch(groups[i : i + self.micro_batch]) for i in range(0, len(groups), self.micro_batch)]
+        batches = self.micro_batches(groups)
         self._barrier("1: everyone reads θk")
         self.restore_kv()
         if self.engine is not None:
@@ -235,6 +280,11 @@ class Schedule:
 
         self._barrier("3: nobody reads θk")
         return self.update(step, 1.0 / max(1.0, denominator))
+
+    def micro_batches(self, groups: list[Group]) -> list[MicroBatch]:
+        """Neighbours together, up to micro_tokens prompt tokens."""
+        lengths = [len(group.sample.input_ids) for group in groups]
+        return [MicroBatch(groups[run]) for run in packed(lengths, self.micro_tokens, padded=True)]
 
     def update(self, step: int, grad_scale: float):
         """Phase 3: stream the optimizer, publish θk+1, drop what the engines derived from θk."""
@@ -255,9 +305,11 @@ class Schedule:
         return info
 
     def restore_kv(self) -> None:
-        """Put memory behind the KV cache of this rank's engine."""
+        """Put memory behind the KV cache of this rank's engine. Collective over the replica."""
         if self.policy.engine_release:
             self.ledger.set("rollout_kv", self.kv_bytes)
+            memory.empty_cache(self.kv_bytes + 2**30)  # another process takes it: the allocator here would not notice
+            dist.barrier(group=self.control)
             if self.engine is not None:
                 self.engine.restore_kv()
 
@@ -296,12 +348,18 @@ class Schedule:
         tokens = sum(len(sample.input_ids) for batch in batches for sample in batch.samples)
         start_ns = time.monotonic_ns()
         if (sms := self.partition.next(tokens)) is not None:
-            stream = self.partition.streams[sms]
-            stream.follow()
-            with stream:
-                self.prefixes(batches)
-            stream.lead()
+            self._prefixes_on(self.partition.streams[sms], batches)
         return sms, tokens, (time.monotonic_ns() - start_ns) / 1e9
+
+    def _prefixes_on(self, stream: memory.Stream | None, batches: list[MicroBatch]) -> None:
+        if stream is None:
+            self.prefixes(batches)
+            return
+        stream.follow()
+        with stream:
+            self.prefixes(batches)
+        stream.lead()
+        memory.empty_cache()  # the allocator keeps what was freed for this stream alone
 
     def _measure(self, sms: int | None, tokens: int, prefix_s: float) -> None:
         """Give every rank of the replica its slowest rank's Phase 1, so that all choose alike. Collective over the
@@ -322,18 +380,22 @@ class Schedule:
 
     def _actor_prefixes(self, batches: list[MicroBatch]) -> None:
         with self.timeline.span("actor prefix"):
+            kept = 0  # prompt tokens
             for batch in batches:
-                self._actor_prefix(batch)
+                kept += batch.tokens
+                self._actor_prefix(batch, kept)
 
     def _reference_prefix(self, model, batch: MicroBatch) -> None:
         batch.reference = model.prefix(batch.samples)
         self._count("reference_boundary", batch.reference.leaves())
 
-    def _actor_prefix(self, batch: MicroBatch) -> None:
-        """What autograd saves stays on the device, leaves it as it is produced, or is not saved at all."""
-        offload = self.policy.activations == "offload"
-        with self.saved.offloaded() if offload else self.saved.counted("prefix_activations"):
-            batch.actor = self.actor.prefix(batch.samples, self.policy.activations != "recompute")
+    def _actor_prefix(self, batch: MicroBatch, kept: int) -> None:
+        """What autograd saves stays on the device, leaves it as it is produced, or is not saved at all. kept: prompt
+        tokens of the prefixes that would stay there."""
+        kind, most = self.policy.activations, self.policy.keep_tokens or kept
+        keep = kind == "offload" or (kind == "keep" and kept <= most)
+        with self.saved.offloaded() if kind == "offload" else self.saved.counted("prefix_activations"):
+            batch.actor = self.actor.prefix(batch.samples, keep)
         self._count("actor_boundary", batch.actor.leaves())
 
     def _count(self, tag: str, tensors: list[torch.Tensor]) -> None:
@@ -382,10 +444,13 @@ class Schedule:
                 if batch.reference is None:
                     with self.timeline.span("reference prefix"):
                         self._reference_prefix(model, batch)
-                logprobs = model.suffix(batch.reference, batch.tokens, batch.lengths, self.temperature)
-                for group, values in zip(batch.groups, logprobs, strict=True):
-                    group.ref_logprobs = values
-                    self._count("logprobs", [values])
+                passes = [
+                    model.suffix(batch.reference, *run.responses, self.temperature)
+                    for run in batch.passes(self.micro_tokens)
+                ]
+                for group, *values in zip(batch.groups, *passes, strict=True):
+                    group.ref_logprobs = torch.cat(values)
+                    self._count("logprobs", [group.ref_logprobs])
                 batch.reference = None  # last use of the boundary
 
     def _actor_gradients(self, batches: list[MicroBatch], loss: Callable[[torch.Tensor, Group], torch.Tensor]) -> None:
@@ -394,19 +459,26 @@ class Schedule:
             for batch in batches:
                 if batch.actor is None:
                     with self.timeline.span("actor prefix"):
-                        self._actor_prefix(batch)
-                with self.timeline.span("actor suffix"), self.saved.counted("suffix_activations"):
-                    logprobs = self.actor.suffix(batch.actor, batch.tokens, batch.lengths, self.temperature)
-                    total = sum(loss(new, group) for new, group in zip(logprobs, batch.groups, strict=True))
-                with self.timeline.span("backward"):  # which saves tensors where it computes something again
-                    with self.saved.counted("suffix_activations"):
-                        total.backward()
-                    del logprobs, total
-                    with self.saved.counted("prefix_activations"):
-                        self.actor.prefix_backward(batch.actor)
+                        self._actor_prefix(batch, batch.tokens)
+                for run in batch.passes(self.micro_tokens):
+                    self._suffix_gradients(batch, run, loss)
+                with (
+                    self.timeline.span("backward"),
+                    self.saved.counted("prefix_activations"),
+                ):  # of what is computed again
+                    self.actor.prefix_backward(batch.actor)
                 batch.actor = None
                 for group in batch.groups:
                     group.drop()
+
+    def _suffix_gradients(self, batch: MicroBatch, run: SuffixPass, loss: Callable) -> None:
+        """Forward and backward to the boundary, where the passes' gradients add up."""
+        with self.saved.counted("suffix_activations"):
+            with self.timeline.span("actor suffix"):
+                logprobs = self.actor.suffix(batch.actor, *run.responses, self.temperature)
+                total = sum(loss(new, group) for new, group in run.parts(logprobs))
+            with self.timeline.span("backward"):
+                total.backward()
 
     # -- barriers
 
@@ -418,6 +490,8 @@ class Schedule:
             dist.barrier(group=self.control)
             self.arena.check()
             memory.check_contract(name[0], self.ledger.held(), self.policy)
+            if self.log is not None:
+                self.log.sample()  # what the phase that ends had in use since the last
             self.ledger.enter(name[0])
             if self.log is not None:
                 self.log.sample(f"barrier {name}")
@@ -447,7 +521,8 @@ class Partition:
     one, or choose_sms's of several."""
 
     def __init__(self, candidates: tuple[int, ...] = (0,)):
-        self.streams = {sms: memory.stream(sms) for sms in candidates}  # made once: a green context is a partition
+        # Made once: a green context is a partition. All SMs need no stream of their own, with memory of its own.
+        self.streams = {sms: memory.stream(sms) if sms else None for sms in candidates}
         self.history: list[Measured] = []
 
     @property

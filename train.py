@@ -39,7 +39,6 @@ import sys  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
-from contextlib import suppress  # noqa: E402
 from dataclasses import asdict, dataclass, field, replace  # noqa: E402
 from datetime import timedelta  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -125,8 +124,9 @@ class Config:
     """GRPO steps, that is rollouts and updates."""
     prompts: int = 32
     """Prompt groups a step, over all replicas."""
-    micro_batch: int = 1
-    """Prompt groups that the trainer computes at once: more for short prompts or small models, 1 for long prompts."""
+    micro_tokens: int = 8192
+    """Tokens that the trainer computes at once: prompts together, and their responses together, up to so many; what is
+    longer goes alone. A GPU has enough to do from some 8192 on."""
 
     train_tp: int = 0
     """Tensor-parallel degree of training. 0: all ranks form one replica; otherwise ranks / train_tp replicas are
@@ -205,7 +205,7 @@ class Config:
         )
         _require(self.eval_samples >= 1, "eval-samples", self.eval_samples, "1 or more")
         _require(self.prompts >= 1, "prompts", self.prompts, "1 or more")
-        _require(self.micro_batch >= 1, "micro-batch", self.micro_batch, "1 or more")
+        _require(self.micro_tokens >= 1, "micro-tokens", self.micro_tokens, "1 or more")
         tp = self.tp(world)
         _require(tp > 0 and world % tp == 0, "train-tp", tp, f"a divisor of the {world} ranks that torchrun started")
         _require(
@@ -241,7 +241,7 @@ TINY = Config(
     dtype="float32",
     steps=100,
     prompts=16,
-    micro_batch=8,
+    micro_tokens=1024,
     warmup_steps=40,
     algo=AlgoConfig(kl_coef=0.1),
     data=DataConfig(max_prompt_tokens=512),
@@ -263,58 +263,63 @@ def parse(argv: list[str], chosen: plan.Settings | None = None) -> Config:
 def _with(config: Config, chosen: plan.Settings) -> Config:
     """`config` with what the planner chose; flags on the command line still override it."""
     sizes = {name: getattr(chosen, name) for name in ("kv_cache_gib", "max_num_seqs", "max_num_batched_tokens")}
-    residency = dict(activations=chosen.activations, recompute_layers=chosen.recompute_layers)
+    residency = {name: getattr(chosen, name) for name in ("activations", "keep_tokens", "recompute_layers")}
     residency |= dict(offload_gib=chosen.offload_gib or config.memory.offload_gib)
     return replace(
         config,
         train_tp=chosen.train_tp,
         rollout_tp=chosen.rollout_tp,
-        micro_batch=chosen.micro_batch,
+        micro_tokens=chosen.micro_tokens,
         rollout=replace(config.rollout, **sizes),
         optimizer=replace(config.optimizer, chunk_mib=chosen.chunk_mib),
         memory=replace(config.memory, **residency),
     )
 
 
-def configure(argv: list[str], world: int) -> Config:
-    """Parse and check everything that can be checked before anything starts. Raises ValueError with the field and the
-    fix.
+def configure(argv: list[str], world: int) -> tuple[Config, str]:
+    """Parse and check everything that can be checked before anything starts; also says what was chosen and why. Raises
+    ValueError with the field and the fix.
 
-    Where the size of the GPUs is known, degrees, micro-batch, KV cache and chunks that the command line leaves open are
-    the planner's.
+    Where the size of the GPUs is known, what the command line leaves open of degrees, micro-batches, KV cache, chunks
+    and residency is the planner's. Where nothing fits, by the plan, the text says so, and the run may try.
     """
-    config = parse(argv)
-    world = config.gpus or world
-    with suppress(ValueError):  # nothing fits, by the plan: explain() says so, and the run may try
-        config = parse(argv, chosen(config, world))
+    config, text = parse(argv), ""
+    world, hbm_bytes = config.gpus or world, _hbm_bytes(config)
+    hf_config = configs.load_config(config.model)
+    if config.model != "tiny" and hbm_bytes:
+        try:
+            settings = plan.choose(
+                hf_config, world, hbm_bytes, 0, workload(config), config.memory, _given(argv, config)
+            )
+            config = parse(argv, settings)
+            given = f"{world} GPUs of {hbm_bytes / 2**30:.0f} GiB"
+            text = f"chosen for {given}, where no flag says otherwise:\n{plan.choice(settings)}\n"
+        except ValueError as error:
+            text = f"no settings were found for {error}\n"
     config.validate(world)
-    _check_model(config, configs.load_config(config.model), world)
-    return config
+    _check_model(config, hf_config, world)
+    return config, text
 
 
-def chosen(config: Config, world: int) -> plan.Settings | None:
-    """What the planner proposes for this many GPUs; None for the tiny model, or if the size of a GPU is not known.
-    Raises ValueError with the planner's verdict where nothing fits."""
-    hbm_bytes = _hbm_bytes(config)
-    if config.model == "tiny" or not hbm_bytes:
-        return None
-    return plan.choose(configs.load_config(config.model), world, hbm_bytes, 0, workload(config), config.memory)
+def _given(argv: list[str], config: Config) -> dict:
+    """Of what the planner would choose (plan.Settings), the values that the command line gives."""
+    flags = {part.partition("=")[0].replace("_", "-").removeprefix("--") for part in argv if part.startswith("--")}
+    owners = (
+        (config, "", "train-tp", "rollout-tp", "micro-tokens"),
+        (config.memory, "memory.", "activations", "keep-tokens", "recompute-layers"),
+        (config.rollout, "rollout.", "kv-cache-gib", "max-num-seqs", "max-num-batched-tokens"),
+        (config.optimizer, "optimizer.", "chunk-mib"),
+    )
+    named = ((owner, name.replace("-", "_"), prefix + name) for owner, prefix, *names in owners for name in names)
+    return {field: getattr(owner, field) for owner, field, flag in named if flag in flags}
 
 
 def explain(config: Config, world: int) -> str:
-    """What was chosen and why; with --dry-run also every object by phase, and whether it fits."""
-    world, hbm_bytes, text = config.gpus or world, _hbm_bytes(config), ""
-    given = f"{world} GPUs of {hbm_bytes / 2**30:.0f} GiB"
-    try:
-        if (settings := chosen(config, world)) is not None:
-            text = f"chosen for {given}, where no flag says otherwise:\n{plan.choice(settings)}\n"
-    except ValueError as error:
-        text = f"no settings were found for {error}\n"
-    if config.dry_run:
-        degrees = world, config.tp(world), config.rollout_tp
-        planned = plan.plan(configs.load_config(config.model), *degrees, workload(config), config.memory)
-        text += f"{config.model}: {plan.report(planned, hbm_bytes or 80 * 2**30)}\n"
-    return text
+    """Every object by phase, and whether it fits, for --dry-run."""
+    world = config.gpus or world
+    degrees = world, config.tp(world), config.rollout_tp
+    planned = plan.plan(configs.load_config(config.model), *degrees, workload(config), config.memory)
+    return f"{config.model}: {plan.report(planned, _hbm_bytes(config) or 80 * 2**30)}\n"
 
 
 def _hbm_bytes(config: Config) -> int:
@@ -331,7 +336,7 @@ def workload(config: Config) -> plan.Workload:
         prompt_tokens=prompt,
         visual_tokens=min(prompt, most),
         response_tokens=config.rollout.max_new_tokens,
-        micro_batch=config.micro_batch,
+        micro_tokens=config.micro_tokens,
         slice_tokens=config.data.max_pixels // 28**2,
         kv_cache_gib=config.rollout.kv_cache_gib,
         max_num_seqs=config.rollout.max_num_seqs,
@@ -587,7 +592,7 @@ class Trainer:
             self.ledger,
             self.saved,
             policy,
-            micro_batch=config.micro_batch,
+            micro_tokens=config.micro_tokens,
             log=self.log,
             partition=sched.Partition(sched.candidates(config.sm_policy, config.prefix_sms)),
         )
@@ -716,7 +721,7 @@ def warm_up(trainer: Trainer, step: int, position: int) -> tuple[float, int]:
 
     It teaches where an answer goes and which letters there are, and nothing about the videos.
     """
-    ranks, tokenizer, size = trainer.ranks, trainer.dataset.tokenizer, trainer.config.micro_batch
+    ranks, tokenizer = trainer.ranks, trainer.dataset.tokenizer
     samples, position = trainer.samples(trainer.loader, position, trainer.config.prompts)
     targets = []
     for i, sample in enumerate(samples):
@@ -728,9 +733,8 @@ def warm_up(trainer: Trainer, step: int, position: int) -> tuple[float, int]:
     trainer.schedule.begin_gradients()
     total, tokens = 0.0, sum(target.numel() for target in targets)
     samples, targets = trainer.mine(samples), trainer.mine(targets)
-    for i in range(0, len(samples), size):
-        prefix = trainer.actor.prefix(samples[i : i + size])
-        batch = targets[i : i + size]
+    for run in sched.packed([len(sample.input_ids) for sample in samples], trainer.config.micro_tokens, padded=True):
+        prefix, batch = trainer.actor.prefix(samples[run]), targets[run]
         logprobs = trainer.actor.suffix(prefix, batch, [[target.numel()] for target in batch], 1.0)
         loss = -sum(values.sum() for values in logprobs)
         loss.backward()
@@ -825,6 +829,7 @@ def _metrics(
         nll=-sum(sum(r.logprobs) for r in responses),
         prompt_tokens=sum(len(group.sample.input_ids) for group in groups),
         visual_tokens=sum(group.sample.visual_tokens for group in groups),
+        slices=sum(int(group.sample.grid_thw[:, 0].sum()) for group in groups),
         flops=sum(_group_flops(trainer, group) for group in groups),
         chance=[1 / len(group.sample.options) for group in groups if group.sample.options],
         peaks={phase: sum(trainer.ledger.peaks.get(phase, {}).values()) for phase in "123"},
@@ -859,6 +864,7 @@ def _metrics(
         "truncated_fraction": sum(r["truncated"] for r in replicas) / len(lengths),
         "prompt_tokens_mean": sum(r["prompt_tokens"] for r in replicas) / trainer.config.prompts,
         "visual_tokens_mean": sum(r["visual_tokens"] for r in replicas) / trainer.config.prompts,
+        "slice_tokens_mean": sum(r["visual_tokens"] for r in replicas) / max(1, sum(r["slices"] for r in replicas)),
         "grad_norm": info.grad_norm,
         "lr": info.lr,
         "skipped": info.skipped,
@@ -1046,8 +1052,11 @@ def facts(trainer: Trainer) -> str:
 def write_plan(trainer: Trainer, metrics: dict) -> None:
     """RUN/plan.json: what the planner expects in each phase of a step like this one, for `bench.py memory`."""
     config, ranks = trainer.config, trainer.ranks
-    tokens = {f"{name}_tokens": math.ceil(metrics[f"{name}_tokens_mean"]) for name in ("prompt", "visual", "response")}
-    step = replace(workload(config), **tokens)
+    names = "prompt", "visual", "slice", "response"
+    tokens = {f"{name}_tokens": math.ceil(metrics[f"{name}_tokens_mean"]) for name in names}
+    tokens["slice_tokens"] = max(1, tokens["slice_tokens"])  # 0 without media
+    whole = max(1, config.micro_tokens // tokens["prompt_tokens"])  # prompts at once
+    step = replace(workload(config), micro_tokens=whole * tokens["prompt_tokens"], **tokens)
     planned = plan.plan(trainer.actor.config, ranks.world, ranks.tp, config.rollout_tp, step, config.memory)
     phases = {phase: planned.peak(phase).bytes for phase in "123"}
     (trainer.run_dir / "plan.json").write_text(json.dumps({"phase": phases}, indent=1))
@@ -1215,10 +1224,9 @@ def train(config: Config, text: str, ends: Ends) -> None:
 def main() -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     try:
-        config = configure(sys.argv[1:], world)
-        text = explain(config, world) if rank == 0 else ""
+        config, text = configure(sys.argv[1:], world)
         if config.dry_run:
-            print(text, end="")
+            print(text + explain(config, world) if rank == 0 else "", end="")
             return
         _require(
             "RANK" in os.environ,

@@ -28,3 +28,13 @@ def torchrun():
         return done
 
     return run
+
+
+def pytest_collection_modifyitems(items: list) -> None:
+    """Tests marked gpu are skipped where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

@@ -85,7 +85,7 @@ def check(trainer: "train.Trainer", row: str, barrier: str, broken: AbstractCont
 
 
 def main() -> None:
-    config = replace(train.TINY, run_dir=sys.argv[1], prompts=4, micro_batch=2, qkv="split")
+    config = replace(train.TINY, run_dir=sys.argv[1], prompts=4, micro_tokens=256, qkv="split")
     config = replace(config, rollout=replace(config.rollout, n=2, max_new_tokens=8))
     ranks = train.join(config)
     trainer = train.Trainer(config, ranks, *train.prepare_run(config, ranks))

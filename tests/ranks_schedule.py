@@ -56,7 +56,11 @@ def overlapped_us(events: list[dict], names: set[str], group: dist.ProcessGroup)
 def main() -> None:
     run_dir, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     config = replace(
-        train.TINY, run_dir=str(run_dir), prompts=6, rollout=replace(train.TINY.rollout, max_new_tokens=64)
+        train.TINY,
+        run_dir=str(run_dir),
+        prompts=6,
+        micro_tokens=256,
+        rollout=replace(train.TINY.rollout, max_new_tokens=64),
     )
     policy = memory.MemoryConfig(activations="offload", offload_gib=0.1, **options.pop("memory", {}))
     config = replace(config, algo=replace(config.algo, kl_coef=0.1), memory=policy, **options)
@@ -109,7 +113,9 @@ def check(trainer: "train.Trainer") -> None:
         trainer.actor.recompute_layers = layers
         runs.append((f"prefix, {activations}, layers {layers}", run_step(trainer, "prefix", state, 0)))
     runs.append(("none, layers True", run_step(trainer, "none", state, 0)))
-    trainer.schedule.policy, trainer.actor.recompute_layers = own, False
+    trainer.schedule.policy, trainer.actor.recompute_layers = replace(own, activations="keep", keep_tokens=300), False
+    runs.append(("prefix, one of three micro-batches kept", run_step(trainer, "prefix", state, 0)))
+    trainer.schedule.policy = own
     runs += chosen_partitions(trainer, state)
     assert trainer.pool.lent_bytes == 0 < trainer.pool.lent_peak_bytes  # offload used the pool, and gave all back
     assert shared_us >= 1000, "prefixes did not run beside the engines"

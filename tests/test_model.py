@@ -10,6 +10,7 @@ import torch
 from test_weights import checkpoint
 
 import configs
+import memory
 import model as models
 
 RANKS = Path(__file__).parent / "ranks_model.py"
@@ -29,14 +30,14 @@ def test_logprobs_and_gradients_equal_transformers(tmp_path, torchrun):
     torchrun(RANKS, json.dumps([[str(source), *rest] for source, *rest in cases]))
 
 
-def attention_inputs(ratio: int, head: int, dtype: torch.dtype):
+def attention_inputs(ratio: int, head: int, dtype: torch.dtype, device: str):
     """Three prompts (the second of one token) with 3, 1 and 2 ragged responses: query, key, value, every prompt's
     prefix key and value, and what BoundaryAttention knows of them."""
     prefixes, lengths, kv = [7, 0, 130], [[5, 1, 34], [4], [2, 2]], 2
     generator = torch.Generator().manual_seed(ratio * head)
 
     def rand(tokens: int, heads: int) -> torch.Tensor:
-        return torch.randn(tokens, heads, head, generator=generator).to(dtype).requires_grad_()
+        return torch.randn(tokens, heads, head, generator=generator).to(device, dtype).requires_grad_()
 
     total = sum(map(sum, lengths))
     tensors = [rand(total, ratio * kv), rand(total, kv), rand(total, kv)]
@@ -62,21 +63,37 @@ def softmax_by_hand(query, key, value, *prefixes, responses) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("dtype, bar", [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
+ON_A_GPU = pytest.param(torch.bfloat16, 1e-2, "cuda", marks=pytest.mark.gpu, id="bf16-gpu")
+
+
+@pytest.mark.parametrize(
+    "dtype, bar, device",
+    [
+        pytest.param(torch.float32, 2e-6, "cpu", id="fp32"),
+        pytest.param(torch.bfloat16, 1e-2, "cpu", id="bf16"),
+        ON_A_GPU,
+    ],
+)
 @pytest.mark.parametrize("head", [32, 64, 128])
 @pytest.mark.parametrize("ratio", [1, 2, 8])
-def test_suffix_attention_and_its_gradients_by_hand(ratio, head, dtype, bar):
-    """Of query, key, value, and of each prefix: summed over the responses that share it."""
-    tensors, boundary, responses = attention_inputs(ratio, head, dtype)
-    out = models._SharedPrefix.apply(*tensors[:3], boundary.responses, boundary.groups, *tensors[3:])
+def test_suffix_attention_and_its_gradients_by_hand(ratio, head, dtype, bar, device):
+    """Of query, key, value, and of each prefix: summed over the responses that share it. The same bits each time."""
+    memory.select_device(0)
+    tensors, boundary, responses = attention_inputs(ratio, head, dtype, device)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
     expected = softmax_by_hand(*exact, responses=responses)
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     used = [i for i, tensor in enumerate(tensors) if len(tensor)]
-    got = torch.autograd.grad((out * weight).sum(), [tensors[i] for i in used])
+
+    def run() -> list[torch.Tensor]:
+        out = models._SharedPrefix.apply(*tensors[:3], boundary.responses, boundary.groups, *tensors[3:])
+        return [out, *torch.autograd.grad((out * weight).sum(), [tensors[i] for i in used])]
+
+    got = run()
     want = torch.autograd.grad((expected * weight.double()).sum(), [exact[i] for i in used])
-    for i, a, b in zip([-1, *used], [out, *got], [expected, *want], strict=True):
+    for i, a, b in zip([-1, *used], got, [expected, *want], strict=True):
         assert (a.double() - b).norm() <= bar * b.norm(), f"tensor {i}: {(a.double() - b).norm() / b.norm():.1e}"
+    assert all(torch.equal(a, b) for _ in range(5) for a, b in zip(got, run(), strict=True))
 
 
 def test_one_rank_alone(tmp_path, torchrun):

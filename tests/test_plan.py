@@ -190,7 +190,8 @@ def _measure_step(config, model, arena, regions: tuple, step: tuple, dtype: str,
     grid, tokens, prompts, n, s = step
     tp, visual = int(os.environ["WORLD_SIZE"]), math.prod(grid) // 4 if grid else 0
     one = grid[1] * grid[2] // 4 if grid else 1
-    w = Workload(prompts, n, tokens, visual, s, prompts, one, dtype=dtype, qkv=qkv, device="cpu")
+    together = prompts * max(tokens, n * s)
+    w = Workload(prompts, n, tokens, visual, s, together, one, dtype=dtype, qkv=qkv, device="cpu")
     samples = [_sample(config, grid, tokens, i) for i in range(prompts)]
     responses = [torch.randint(60, 300, (n, s)) for _ in samples]
     known, lengths = [*regions, model.logit_bias], [[s] * n for _ in samples]
@@ -201,7 +202,7 @@ def _measure_step(config, model, arena, regions: tuple, step: tuple, dtype: str,
     with torch.no_grad():
         frozen = model.prefix(samples)
     again = model.recompute_layers
-    planned = plan.prefix_bytes(config, w, tp, again), plan.suffix_bytes(config, w, tp, again)
+    planned = plan.prefix_bytes(config, w, tp, again), n * s * plan.suffix_token_bytes(config, w, tp, again)
     planned += (plan.boundary_bytes(config, w, tp),) * 2
     assert all(own.requires_grad for own in kept)  # still there while counting
     counted = in_prefix.nbytes, in_suffix.nbytes, _distinct_bytes(prefix.leaves()), _distinct_bytes(frozen.leaves())
@@ -264,13 +265,16 @@ def test_device_changes_only_what_its_kernels_save():
 
 
 def _walk(p: plan.Plan, state: dict) -> dict[str, int]:
-    """Peak of each phase by taking every step of sched.py's schedule one object at a time; no temporaries."""
+    """Peak of each phase by taking every step of sched.py's schedule one object at a time, all prompts of full length;
+    no temporaries. Under "dropped" the peak while a prefix goes backward of which only the boundary was kept."""
     w, policy, peaks, held = p.workload, p.policy, {}, {}
-    groups = w.prompts * p.train_tp // p.world
-    sizes = [min(w.micro_batch, groups - i) for i in range(0, groups, w.micro_batch)]
+    groups, mb = w.prompts * p.train_tp // p.world, max(1, w.micro_tokens // w.prompt_tokens)
+    sizes = [min(mb, groups - i) for i in range(0, groups, mb)]
     config, tp, kind, again = p.hf_config, p.train_tp, policy.activations, policy.recompute_layers
     edge, saved = plan.boundary_bytes(config, w, tp), plan.prefix_bytes(config, w, tp, again)
-    suffix, kept = plan.suffix_bytes(config, w, tp, again), saved - (0 if again else edge * 27 // 28)
+    kept = saved - (0 if again else edge * 27 // 28)
+    most, ahead = policy.keep_tokens or groups * w.prompt_tokens, w.overlap == "prefix"
+    keeps = [(sum(sizes[: i + 1]) if ahead else sizes[i]) * w.prompt_tokens <= most for i in range(len(sizes))]
 
     def put(phase: str, tag: str, nbytes: int) -> None:
         held[tag] = held.get(tag, 0) + nbytes
@@ -281,55 +285,76 @@ def _walk(p: plan.Plan, state: dict) -> dict[str, int]:
         if policy.reference_paging:
             put(phase, "reference", sign * state["reference"])
 
-    def prefix(phase: str, size: int) -> None:
+    def prefix(phase: str, size: int, keep: bool) -> None:
         put(phase, "actor_boundary", size * edge)
-        if kind == "keep":
+        if kind == "keep" and keep:
             put(phase, "prefix_activations", size * kept)
         if kind == "offload":  # all of it at once, then gone
             put(phase, "prefix_activations", size * saved)
             put(phase, "prefix_activations", -size * saved)
+
+    def suffixes(size: int, token_bytes: int) -> None:
+        left, whole = size * w.n, max(1, w.micro_tokens // w.response_tokens)  # responses
+        while left > 0:
+            tokens = min(left, whole) * w.response_tokens
+            put("2", "suffix_activations", tokens * token_bytes)
+            put("2", "suffix_activations", -tokens * token_bytes)
+            left -= whole
 
     put("1", "snapshot", state["snapshot"])
     for tag, there in state["always"].items():
         put("1", tag, there)
     if policy.engine_release:
         put("1", "rollout_kv", p.kv_bytes)
-    if w.overlap == "prefix":
+    if ahead:
         reference("1", +1)
         for size in sizes:
             put("1", "reference_boundary", size * edge)
         reference("1", -1)
-        for size in sizes:
-            prefix("1", size)
+        for size, keep in zip(sizes, keeps, strict=True):
+            prefix("1", size, keep)
     if policy.engine_release:
         put("2", "rollout_kv", -p.kv_bytes)
         del peaks["2"]
     put("2", "logprobs", groups * w.n * w.response_tokens * 17)
     reference("2", +1)
     for size in sizes:
-        if w.overlap == "none":
+        if not ahead:
             put("2", "reference_boundary", size * edge)
         put("2", "reference_boundary", -size * edge)
     reference("2", -1)
     put("2", "gradient", state["gradient"])
-    for size in sizes:
-        if w.overlap == "none":
-            prefix("2", size)
-        put("2", "suffix_activations", size * suffix)
-        put("2", "suffix_activations", -size * suffix)
+    for size, keep in zip(sizes, keeps, strict=True):
+        if not ahead:
+            prefix("2", size, keep)
+        suffixes(size, plan.suffix_token_bytes(config, w, tp, again))
         if again:
-            put("2", "suffix_activations", size * plan.suffix_again_bytes(config, w, tp))
-            put("2", "suffix_activations", -size * plan.suffix_again_bytes(config, w, tp))
+            suffixes(size, plan.suffix_again_token_bytes(config, w, tp))
         second = saved + edge // (1 if again else 28)  # keys and values too, in all layers or in the last
-        consumed = {"keep": 0, "recompute": size * second, "offload": size * state["layer"]}[kind]
+        kept_here = kind == "keep" and keep
+        consumed = 0 if kept_here else size * (state["layer"] if kind == "offload" else second)
         consumed += size * plan.prefix_again_bytes(config, w, tp) if again and kind != "offload" else 0
-        put("2", "prefix_activations", consumed)
-        put("2", "prefix_activations", -consumed - (size * kept if kind == "keep" else 0))
+        put("2" if kept_here or kind != "keep" else "dropped", "prefix_activations", consumed)
+        put("2", "prefix_activations", -consumed - (size * kept if kept_here else 0))
         put("2", "actor_boundary", -size * edge)
     put("3", "logprobs", -held["logprobs"])
     del peaks["3"]
     put("3", "workspace", state["workspace"])
-    return peaks
+    return peaks | {"2": max(peaks["2"], peaks.get("dropped", 0))}
+
+
+def _state(config, w: Workload, off: str | None = None, kv_bytes: int = 0) -> dict:
+    """What _walk() needs to know at train TP 4 and rollout TP 2, where the policy `off` is off."""
+    layout = weights.layout(config, 4, 2, "fused", torch.bfloat16)
+    numel = sum(math.prod(shard.storage) for shard in weights.shards(layout, 0))
+    whole = {"engine_weights": layout.nbytes, "rollout_kv": kv_bytes, "reference": 2 * numel}
+    whole["optimizer_state"] = 12 * numel
+    tags = {"engine_release": "rollout_kv", "reference_paging": "reference", "weight_sharing": "engine_weights"}
+    tag = (tags | {"state_offload": "optimizer_state"}).get(off)
+    # What one layer saves; of eight slices of 128 tokens, or of five, a rank of four has two.
+    layer = max(999 * plan.layer_bytes(plan._dims(config, 4), w), 4 * 256 * plan.vision_bytes(config, w) // 32)
+    state = dict(snapshot=layout.nbytes + weights.fused_nbytes(layout), gradient=4 * numel, reference=2 * numel)
+    return state | dict(workspace=3 * int(w.chunk_mib) * 2**20, layer=layer, always={tag: whole[tag]} if tag else {})
 
 
 @pytest.mark.parametrize("off", [None, "engine_release", "reference_paging", "weight_sharing", "state_offload"])
@@ -337,24 +362,62 @@ def _walk(p: plan.Plan, state: dict) -> dict[str, int]:
 @pytest.mark.parametrize("activations", ["keep", "offload", "recompute"])
 @pytest.mark.parametrize("layers", [False, True])
 def test_peaks_equal_a_walk_through_the_step(off, overlap, activations, layers):
+    """Micro-batches of one prompt, several, all; passes of one response that is longer than micro_tokens, several, all.
+    Prompts are all media, or all in one micro-batch: shorter ones cannot bring more media into one then."""
     config, policy = configs.load_config("qwen2.5-vl-7b"), MemoryConfig(activations, recompute_layers=layers)
     policy = replace(policy, **{off: False}) if off else policy
-    for micro_batch, response, chunk in ((1, 512, 64.0), (2, 32, 64.0), (4, 1500, 4096.0)):
-        w = Workload(8, 8, 1000, 600, response, micro_batch, overlap=overlap, chunk_mib=chunk, device="cpu")
+    cases = (1000, 1000, 500, 64.0), (2000, 1000, 40, 64.0), (4000, 1000, 1000, 4096.0), (500, 1000, 2000, 64.0)
+    for micro_tokens, visual, response, chunk in (*cases, (8000, 600, 1000, 64.0)):
+        w = Workload(8, 8, 1000, visual, response, micro_tokens, overlap=overlap, chunk_mib=chunk, device="cpu")
         p = plan.plan(config, 4, 4, 2, w, policy)
-        shards = weights.shards(weights.layout(config, 4, 2, "fused", torch.bfloat16), 0)
-        numel = sum(math.prod(shard.storage) for shard in shards)
-        layout = weights.layout(config, 4, 2, "fused", torch.bfloat16)
-        whole = {"engine_weights": layout.nbytes, "rollout_kv": p.kv_bytes, "reference": 2 * numel}
-        whole["optimizer_state"] = 12 * numel
-        tags = {"engine_release": "rollout_kv", "reference_paging": "reference", "weight_sharing": "engine_weights"}
-        tag = (tags | {"state_offload": "optimizer_state"}).get(off)
-        layer = max(
-            999 * plan.layer_bytes(plan._dims(config, 4), w), 4 * 256 * plan.vision_bytes(config, w) // 32
-        )  # what one layer saves; of five slices of 128 tokens a rank of four has two
-        state = dict(snapshot=layout.nbytes + weights.fused_nbytes(layout), gradient=4 * numel, reference=2 * numel)
-        state |= dict(workspace=3 * int(chunk) * 2**20, layer=layer, always={tag: whole[tag]} if tag else {})
-        assert {phase: p.peak(phase).total for phase in "123"} == _walk(p, state), (micro_batch, response)
+        walked = _walk(p, _state(config, w, off, p.kv_bytes))
+        assert {phase: p.peak(phase).total for phase in "123"} == walked, (micro_tokens, response)
+
+
+@pytest.mark.parametrize("overlap", ["none", "prefix"])
+@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("micro_tokens", [1000, 2000, 4000])
+def test_kept_prefixes_equal_a_walk_through_the_step(overlap, layers, micro_tokens):
+    """--memory.keep-tokens: exactly in whole micro-batches; in between at least what is kept, since shorter
+    prompts would fill it, and never less for more."""
+    config = configs.load_config("qwen2.5-vl-7b")
+    w = Workload(8, 8, 1000, 1000, 40, micro_tokens, overlap=overlap, device="cpu")
+    state, totals = _state(config, w), {}
+    for keep in range(500, 8501, 500):
+        p = plan.plan(config, 4, 4, 2, w, MemoryConfig(keep_tokens=keep, recompute_layers=layers))
+        planned = {phase: p.peak(phase).total for phase in "123"}
+        planned |= {x.name.split()[-2]: x.total for x in p.windows if x.name == "backward of a dropped prefix"}
+        walked, totals[keep] = _walk(p, state), planned
+        assert ("dropped" in planned) == ("dropped" in walked) == (keep < (micro_tokens if overlap == "none" else 8000))
+        if keep % micro_tokens == 0 or keep >= 8000:
+            assert planned == walked, keep
+        else:
+            assert all(planned[name] >= walked[name] for name in walked), keep
+    for phase in "12":
+        peaks = [planned[phase] for planned in totals.values()]
+        assert peaks == sorted(peaks)
+        if overlap == "prefix" and not layers:
+            assert peaks[0] < peaks[-1]
+    everything = plan.plan(config, 4, 4, 2, w, MemoryConfig(recompute_layers=layers))
+    assert totals[8000] == totals[8500] == {phase: everything.peak(phase).total for phase in "123"}
+
+
+def test_short_prompts_that_are_all_media_fit_into_what_is_planned():
+    """As many of them as micro_tokens and keep_tokens allow need no more than planned for long prompts with as many
+    visual tokens each."""
+    config = configs.load_config("qwen2.5-vl-7b")
+    policies = MemoryConfig("recompute"), MemoryConfig(keep_tokens=16384), MemoryConfig("offload"), MemoryConfig()
+    for policy, overlap, micro_tokens in product(policies, ("none", "prefix"), (2048, 8192, 2**20)):
+        long = Workload(prompt_tokens=4096, visual_tokens=1024, micro_tokens=micro_tokens, overlap=overlap)
+        short = replace(long, prompt_tokens=1024)
+        windows = [plan.plan(config, 2, 2, 1, w, policy).windows for w in (short, long)]
+        assert [x.name for x in windows[0]] == [x.name for x in windows[1]]
+        for few, many in zip(*windows, strict=True):
+            assert few.total <= many.total, (policy, overlap, micro_tokens, few.name)
+    w = Workload(micro_tokens=8192)
+    backward = plan.plan(config, 2, 2, 1, w, MemoryConfig("recompute")).windows[-2].bytes["prefix_activations"]
+    media = plan.prefix_bytes(config, replace(w, visual_tokens=4096), 2)
+    assert backward == 2 * media + 2 * plan.boundary_bytes(config, w, 2) // 28
 
 
 def test_every_policy_makes_some_window_smaller():
@@ -376,29 +439,31 @@ def test_every_policy_makes_some_window_smaller():
 
 
 @pytest.mark.parametrize(
-    "changes, gib, message",
+    "changes, message, change",
     [
-        (dict(activations="keep"), 80, "phase 1 (actor prefix)"),
-        (dict(state_offload=False), 80, "phase start-up"),
-        (dict(chunked_optimizer=False), 80, "phase start-up (engine and optimizer start)"),
-        (dict(engine_release=False, kv_cache_gib=20.0), 80, "phase 2"),
-        (dict(micro_batch=4), 80, "the first object beyond is suffix_activations"),
-        (dict(response_tokens=1500), 80, "suffix_activations"),
-        (dict(prompt_tokens=8192, visual_tokens=8000, response_tokens=2048), 80, "is suffix_activations"),
-        (dict(prompts=256), 80, "is actor_boundary"),
-        (dict(kv_cache_gib=70.0), 80, "the first object beyond is rollout_kv"),
+        (dict(activations="keep"), "phase 1 (actor prefix)", "--memory.activations recompute"),
+        (dict(state_offload=False), "phase start-up", "without --memory.no-state-offload"),
+        (dict(chunked_optimizer=False), "phase start-up (engine and opt", "without --memory.no-chunked-optimizer"),
+        (dict(engine_release=False), "phase 2", "without --memory.no-engine-release"),
+        (dict(micro_tokens=32768), "the first object beyond is suffix_activations", "--micro-tokens 8192"),
+        (dict(response_tokens=16384, kv_cache_gib=9.0), "suffix_activations", "--memory.recompute-layers"),
+        (dict(prompt_tokens=16384, visual_tokens=16000), "is prefix_activations", "--memory.recompute-layers"),
+        (dict(prompts=256), "is actor_boundary", ""),
+        (dict(kv_cache_gib=70.0), "the first object beyond is rollout_kv", "a smaller KV cache"),
     ],
 )
-def test_the_cheapest_change_really_fits(changes, gib, message):
-    """The verdict names what does not fit, and its fixed plan, planned again from scratch, does."""
+def test_the_cheapest_change_really_fits(changes, message, change):
+    """On a GPU that has just room without the changes: the verdict names what does not fit, and its fixed plan, planned
+    again from scratch, does."""
     config = configs.load_config("qwen2.5-vl-32b")
-    p = plan.plan(config, 8, 8, 4, Workload(), MemoryConfig(activations="recompute")).replan(**changes)
-    judged = plan.verdict(p, gib * GIB)
-    assert not judged.fits and p.peak_bytes > gib * GIB and message in judged.text
+    p = plan.plan(config, 8, 8, 4, Workload(), MemoryConfig(activations="recompute"))
+    limit, p = p.peak_bytes, p.replan(**changes)
+    judged = plan.verdict(p, limit)
+    assert not judged.fits and p.peak_bytes > limit and message in judged.text
     fixed = judged.fixed
     again = plan.plan(config, fixed.world, fixed.train_tp, fixed.rollout_tp, fixed.workload, fixed.policy)
-    assert again.peak_bytes == fixed.peak_bytes <= gib * GIB
-    assert "Cheapest change: " in judged.text
+    assert again.peak_bytes == fixed.peak_bytes <= limit
+    assert f"Cheapest change: {change}" in judged.text
 
 
 def test_no_needless_change_is_named():
@@ -409,7 +474,7 @@ def test_no_needless_change_is_named():
     assert [change.text for change in changes] == ["without --memory.no-weight-sharing"]
     p = p.replan(weight_sharing=True)
     for limit in range(60, 81):  # at some of them the KV cache is made smaller, and then need not have been
-        for q in (p.replan(kv_cache_gib=34.0), p.replan(activations="keep", micro_batch=8, kv_cache_gib=60.0)):
+        for q in (p.replan(kv_cache_gib=34.0), p.replan(activations="keep", micro_tokens=32768, kv_cache_gib=60.0)):
             changes, fixed = plan.cheapest(q, limit * GIB)
             assert plan.fits(fixed, limit * GIB)
             for change in changes:
@@ -456,15 +521,16 @@ def test_choose_fits_and_no_smaller_rollout_degree_does(name, world, gib):
     config = configs.load_config(f"qwen2.5-vl-{name}")
     s = plan.choose(config, world, gib * GIB, 0, Workload())
     w = replace(
-        Workload(), micro_batch=s.micro_batch, kv_cache_gib=s.kv_cache_gib, max_num_seqs=s.max_num_seqs,
+        Workload(), micro_tokens=s.micro_tokens, kv_cache_gib=s.kv_cache_gib, max_num_seqs=s.max_num_seqs,
         max_num_batched_tokens=s.max_num_batched_tokens, chunk_mib=s.chunk_mib,
     )  # fmt: skip
-    again = plan.plan(config, world, s.train_tp, s.rollout_tp, w, MemoryConfig(activations=s.activations))
+    policy = MemoryConfig(activations=s.activations, keep_tokens=s.keep_tokens)
+    again = plan.plan(config, world, s.train_tp, s.rollout_tp, w, policy)
     assert again.peak_bytes == s.plan.peak_bytes <= gib * GIB * (1 - plan.RESERVE)
     assert set(s.reasons) >= {f.name for f in fields(s)} - {"plan", "reasons", "offload_gib"}
     for train_tp, rollout_tp in product([1, 2, 4, 8], repeat=2):
         if rollout_tp < s.rollout_tp and train_tp % rollout_tp == 0 and world % train_tp == 0:
-            smallest = Workload(micro_batch=1, max_num_seqs=8, max_num_batched_tokens=4096)
+            smallest = Workload(micro_tokens=2048, max_num_seqs=8, max_num_batched_tokens=4096)
             try:
                 p = plan.plan(config, world, train_tp, rollout_tp, smallest, MemoryConfig(activations="recompute"))
             except ValueError:
@@ -473,23 +539,29 @@ def test_choose_fits_and_no_smaller_rollout_degree_does(name, world, gib):
 
 
 def test_choose_takes_the_papers_degrees_where_its_model_just_fits():
-    config = configs.load_config("qwen2.5-vl-32b")
-    s = plan.choose(config, 8, 80 * GIB, 0, Workload())
-    assert (s.train_tp, s.rollout_tp, s.activations) == (8, 4, "recompute")
+    """Where rollout TP 2 just does not fit any more, however small passes and KV cache are."""
+    config, smallest = configs.load_config("qwen2.5-vl-32b"), Workload(micro_tokens=2048, max_num_seqs=8)
+    p = plan.plan(config, 8, 8, 2, smallest, MemoryConfig(activations="recompute"))
+    limit = math.ceil(p.peak_bytes / (1 - plan.RESERVE))
+    assert 75 * GIB < limit < 80 * GIB
+    s = plan.choose(config, 8, limit, 0, Workload())
+    assert (s.train_tp, s.rollout_tp, s.activations, s.micro_tokens) == (8, 2, "recompute", 2048)
+    s = plan.choose(config, 8, limit - 2, 0, Workload())
+    assert (s.train_tp, s.rollout_tp, s.activations, s.micro_tokens) == (8, 4, "recompute", 4096)
     tight = s.plan.peak_bytes / (1 - plan.RESERVE / 2)  # would fit, but into half of the reserve
     assert plan.choose(config, 8, tight, 0, Workload()).plan.peak_bytes <= tight * (1 - plan.RESERVE)
 
 
 def test_layers_are_computed_again_only_where_nothing_fits_without():
-    """The paper's 8k prompt and 2k response with 32B on 8 x 80 GiB: not without it at any degree."""
-    config, w = configs.load_config("qwen2.5-vl-32b"), Workload(prompt_tokens=8192, response_tokens=2048)
+    """10k prompts with 32B on 8 x 80 GiB: not without it at any degree. The paper's 8k prompt and 2k response do."""
+    config, w = configs.load_config("qwen2.5-vl-32b"), Workload(prompt_tokens=10240, response_tokens=2048)
     s = plan.choose(config, 8, 80 * GIB, 0, w)
     assert (s.train_tp, s.activations, s.recompute_layers) == (8, "recompute", True)
     assert "nothing fits without" in s.reasons["recompute_layers"]
     for rollout_tp, kind in product([1, 2, 4, 8], ["keep", "recompute"]):
-        policy, smallest = MemoryConfig(kind), replace(w, max_num_seqs=8)
+        policy, smallest = MemoryConfig(kind), replace(w, max_num_seqs=8, micro_tokens=2048)
         assert plan.plan(config, 8, 8, rollout_tp, smallest, policy).peak_bytes > 80 * GIB * (1 - plan.RESERVE)
-    assert not plan.choose(config, 8, 80 * GIB, 0, Workload()).recompute_layers
+    assert not plan.choose(config, 8, 80 * GIB, 0, replace(w, prompt_tokens=8192)).recompute_layers
     given = plan.choose(config, 8, 80 * GIB, 0, Workload(), MemoryConfig(recompute_layers=True))
     assert given.recompute_layers and given.plan.policy.recompute_layers
     p = plan.plan(config, 8, 8, 4, w, MemoryConfig(activations="recompute"))
@@ -497,10 +569,82 @@ def test_layers_are_computed_again_only_where_nothing_fits_without():
     assert [change.text for change in changes] == ["--memory.recompute-layers"] and fixed.policy.recompute_layers
 
 
+def test_choose_keeps_as_many_prompts_as_fit():
+    config, w = configs.load_config("qwen2.5-vl-7b"), Workload(prompt_tokens=1500, response_tokens=600)
+    s = plan.choose(config, 2, 141 * GIB, 0, w, given=dict(train_tp=2))
+    assert s.activations == "keep" and s.keep_tokens % 1500 == 0 and s.keep_tokens >= s.micro_tokens
+    assert s.plan.policy.keep_tokens == s.keep_tokens < 32 * 1500
+    room = 141 * GIB * (1 - plan.RESERVE)
+    assert s.plan.peak_bytes <= room < s.plan.replan(keep_tokens=s.keep_tokens + 1500).peak_bytes
+    assert f"{s.keep_tokens // 1500} of the 32 prompts" in s.reasons["keep_tokens"]
+    few = plan.choose(config, 2, 141 * GIB, 0, replace(w, prompts=8), given=dict(train_tp=2))
+    assert (few.activations, few.keep_tokens) == ("keep", 0)  # all of them
+    serial = plan.choose(config, 2, 141 * GIB, 0, replace(w, overlap="none"), given=dict(train_tp=2))
+    assert (serial.activations, serial.keep_tokens) == ("keep", 0)  # one micro-batch at a time
+
+
+def test_choose_leaves_what_is_given():
+    """Every value as it is, in the plan too; the rest follows from it."""
+    config, w = configs.load_config("qwen2.5-vl-7b"), Workload(prompt_tokens=1500, response_tokens=600)
+    free = plan.choose(config, 2, 141 * GIB, 0, w)
+    assert free.train_tp == 1 and "as given" not in free.reasons.values()
+
+    def chosen(**given) -> plan.Settings:
+        s = plan.choose(config, 2, 141 * GIB, 0, w, given=given)
+        for name, value in given.items():
+            assert getattr(s, name) == value and s.reasons[name] == "as given"
+            owner = next(x for x in (s.plan, s.plan.workload, s.plan.policy) if hasattr(x, name))
+            assert getattr(owner, name) == value
+        assert [name for name, reason in s.reasons.items() if reason == "as given"] == [
+            n for n in s.reasons if n in given
+        ]
+        return s
+
+    s = chosen(train_tp=2, rollout_tp=1)  # with the settings for train TP 1 most of the memory would stay empty
+    p = s.plan.replan(**{name: getattr(free, name) for name in ("micro_tokens", "activations", "keep_tokens")})
+    assert s.plan.peak_bytes > p.peak_bytes and s.plan.peak_bytes > 0.9 * (1 - plan.RESERVE) * 141 * GIB
+    chosen(rollout_tp=2)
+    chosen(activations="recompute", max_num_seqs=24, kv_cache_gib=3.3, max_num_batched_tokens=6000, chunk_mib=32.0)
+    assert chosen(micro_tokens=3000).max_num_seqs == free.max_num_seqs
+    assert chosen(keep_tokens=6000, micro_tokens=3000).activations == "keep"
+    assert chosen(activations="keep", train_tp=2).keep_tokens > 0
+    assert chosen(activations="offload").offload_gib > 0
+    assert chosen(recompute_layers=True).activations == "keep"  # of a layer only its input
+    assert plan.choose(config, 2, 141 * GIB, 0, w, given=dict(train_tp=0)).train_tp == 2
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (dict(train_tp=3), "--train-tp 3: expected a divisor of 2 GPUs"),
+        (dict(train_tp=1, rollout_tp=2), "--train-tp 1 must be a positive multiple of --rollout-tp 2"),
+        (dict(rollout_tp=0), "--rollout-tp 0: expected 1 or more"),
+        (dict(micro_tokens=0), "--micro-tokens 0: expected 1 or more"),
+        (dict(keep_tokens=-1), "--memory.keep-tokens -1"),
+        (dict(activations="keep", keep_tokens=0, recompute_layers=False), "nearest is .* keep, which does not fit"),
+        (dict(kv_cache_gib=140.0), "does not fit: .* rollout_kv"),
+    ],
+)
+def test_choose_says_why_it_cannot_leave_what_is_given(given, message):
+    config, w = configs.load_config("qwen2.5-vl-7b"), Workload(prompt_tokens=1500, response_tokens=600)
+    with pytest.raises(ValueError, match=message):
+        plan.choose(config, 2, 141 * GIB, 0, w, given=given)
+
+
+def test_keeping_fewer_prompts_is_named_before_keeping_none():
+    config = configs.load_config("qwen2.5-vl-7b")
+    p = plan.plan(config, 2, 2, 1, Workload(), MemoryConfig())
+    half = p.replan(keep_tokens=16 * 4096).peak_bytes
+    for limit, tokens in ((half, 16 * 4096), (half - 1, 8 * 4096)):
+        changes, fixed = plan.cheapest(p.replan(chunk_mib=16.0, kv_cache_gib=1.0), limit)
+        assert [change.text for change in changes] == [f"--memory.keep-tokens {tokens}"]
+        assert fixed.policy.keep_tokens == tokens
+
+
 def test_offloading_needs_room_on_the_host_for_what_waits():
     """Of all groups when prefixes run ahead, else of a micro-batch."""
     config, policy = configs.load_config("qwen2.5-vl-7b"), MemoryConfig(activations="offload")
-    ahead = plan.plan(config, 2, 2, 1, Workload(micro_batch=2), policy)
+    ahead = plan.plan(config, 2, 2, 1, Workload(visual_tokens=0, micro_tokens=8192), policy)
     serial = ahead.replan(overlap="none")
     one = plan.OFFLOAD_FACTOR * plan.prefix_bytes(config, ahead.workload, 2)
     assert ahead.host["offloaded activations"] == pytest.approx(32 * one)
@@ -554,6 +698,16 @@ def test_without_degrees_it_says_how_many_gpus(capsys):
     assert "\nfits: " in printed
 
 
+def test_what_is_not_at_its_default_is_as_given(capsys):
+    plan.main(
+        ["--model", "qwen2.5-vl-7b", "--hbm-gib", "141", "--micro-tokens", "4096", "--memory.keep-tokens", "8192"]
+    )
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for name, value in (("micro_tokens", "4096"), ("keep_tokens", "8192")):
+        assert [name, value, "as", "given"] in lines
+    assert any(line[:2] == ["activations", "keep"] for line in lines)
+
+
 def test_table_is_markdown(capsys):
     plan.main(["--table"])
     rows = capsys.readouterr().out.splitlines()
@@ -570,6 +724,7 @@ def test_table_is_markdown(capsys):
         (["--gpus", "6", "--train-tp", "4"], "--train-tp 4: expected a divisor of 6 GPUs"),
         (["--gpus", "16", "--train-tp", "8", "--prompts", "3"], "--prompts 3: expected a multiple of the 2 replicas"),
         (["--rollout-tp", "4"], "--rollout-tp 4: expected --train-tp beside it"),
+        (["--train-tp", "8", "--micro-tokens", "0"], "--micro-tokens 0: expected 1 or more"),
         (["--train-tp", "8", "--response-tokens", "0"], "--response-tokens 0: expected 1 or more"),
         (["--train-tp", "8", "--visual-tokens", "9999"], "--visual-tokens 9999: expected 0 to the prompt's 4096"),
         (["--hbm-gib", "0"], "--hbm-gib 0.0: expected above 0"),

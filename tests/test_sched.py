@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,6 +190,50 @@ def test_a_policy_that_cannot_take_effect_is_refused(arguments, message):
 
     with pytest.raises(ValueError, match=re.escape(message)):
         train.configure(arguments, world=2)
+
+
+# ---- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lengths, most, padded, expected",
+    [
+        ([3, 3, 3], 6, False, [2, 1]),
+        ([3, 3, 3], 9, True, [3]),
+        ([1, 1, 5, 1], 8, False, [4]),
+        ([1, 1, 5, 1], 8, True, [2, 1, 1]),  # two of 5 make 10
+        ([9, 1, 9], 4, False, [1, 1, 1]),
+        ([2], 1, True, [1]),
+        ([], 4, False, []),
+    ],
+)
+def test_neighbours_are_packed_up_to_a_number_of_tokens(lengths, most, padded, expected):
+    runs = sched.packed(lengths, most, padded)
+    assert [run.stop - run.start for run in runs] == expected
+    assert [i for run in runs for i in range(run.start, run.stop)] == list(range(len(lengths)))
+
+
+def test_suffix_passes_have_every_response_once_and_in_order():
+    """Also if a group's responses are in several passes, a pass has none of a group, and some are empty."""
+    lengths = [[4, 0, 7], [2], [30, 1]]
+    groups = []
+    for own in lengths:
+        group = sched.Group(None, [SimpleNamespace(token_ids=[1] * n, logprobs=[0.0] * n) for n in own])
+        group.pack()
+        group.advantages = torch.arange(len(own))
+        groups.append(group)
+    seen = []
+    for run in sched.MicroBatch(groups).passes(8):
+        tokens, counts = run.responses
+        assert [len(t) for t in tokens] == [len(c) for c in counts]
+        assert sum(max(1, n) for own in counts for n in own) <= 8 or sum(map(len, counts)) == 1
+        parts = list(run.parts([t.float() for t in tokens]))
+        assert [len(values) for values, _ in parts] == [len(own) for own in counts if own]
+        for values, part in parts:
+            assert torch.equal(values, part.tokens.float()) and len(part.mask) == len(part.advantages) == len(values)
+            assert part.ref_logprobs is None
+        seen += [(g, n) for g, own in enumerate(counts) for n in own]
+    assert seen == [(g, n) for g, own in enumerate(lengths) for n in own]
 
 
 # ---- MPS -------------------------------------------------------------------------------------------------------------

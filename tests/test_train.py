@@ -124,16 +124,20 @@ def test_presets_follow_the_model():
 def test_the_planner_fills_in_what_the_command_line_leaves_open():
     """32B on 8 GPUs needs no other flag; here the limit says how large they are, on a GPU machine the driver."""
     command = ["--model", "qwen2.5-vl-32b", "--memory.hbm-limit-gib", "80"]
-    config = train.configure(command, world=8)
-    assert config.train_tp == 8 and config.rollout_tp in (1, 2, 4, 8) and config.rollout.kv_cache_gib >= 1
+    config, text = train.configure(command, world=8)
+    assert (
+        "chosen for 8 GPUs of 80 GiB" in text
+        and config.train_tp == 8
+        and config.rollout_tp in (1, 2, 4, 8)
+        and config.rollout.kv_cache_gib >= 1
+    )
     hf_config = train.configs.load_config(config.model)
     arguments = 8, config.train_tp, config.rollout_tp, train.workload(config), config.memory
     assert train.plan.plan(hf_config, *arguments).peak_bytes <= 0.95 * 80 * 2**30
-    own = train.configure([*command, "--rollout.kv-cache-gib", "2.5", "--optimizer.chunk-mib", "32"], world=8)
-    assert (own.rollout.kv_cache_gib, own.optimizer.chunk_mib) == (2.5, 32)
-    assert own.rollout.max_num_seqs == config.rollout.max_num_seqs
-    assert "chosen for 8 GPUs of 80 GiB" in train.explain(config, 8)
-    assert "no settings were found for 2 GPUs of 80 GiB" in train.explain(train.configure(command, world=2), 2)
+    given = ["--rollout.kv-cache-gib", "2.5", "--optimizer.chunk_mib=32", "--rollout-tp", "8"]
+    own, _ = train.configure([*command, *given], world=8)
+    assert (own.rollout.kv_cache_gib, own.optimizer.chunk_mib, own.rollout_tp) == (2.5, 32, 8)
+    assert "no settings were found for 1 GPU of 80 GiB" in train.configure(command, world=1)[1]
 
 
 def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path):
