@@ -231,10 +231,11 @@ def unnamed_bytes(named: int, allocated: int) -> int:
     allocator keeps for later is not in use. 0 on a CPU."""
     if not torch.cuda.is_available():
         return 0
+    before = torch.cuda.memory_reserved()  # and after: the allocator may give memory back meanwhile
     free, total = torch.cuda.mem_get_info()
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    outside = total - free - torch.cuda.memory_reserved() - (named - allocated)
+    outside = total - free - max(before, torch.cuda.memory_reserved()) - (named - allocated)
     return max(0, peak - allocated) + max(0, outside)
 
 

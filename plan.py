@@ -43,8 +43,9 @@ from memory import MemoryConfig
 GIB = 2**30
 RESERVE = 0.05  # share of a GPU that choose() leaves free
 GPUS_PER_HOST = 8
-# GPU, assumed: a trainer's context with cuBLAS and NCCL; an engine's with CUDA graphs (the paper: 2 to 4 GiB).
-TRAINER_RUNTIME_GIB, ENGINE_RUNTIME_GIB = 1.0, 2.0
+# GPU: a trainer's context with cuBLAS and NCCL; an engine's with CUDA graphs (the paper: 2 to 4 GiB). Their sum was
+# measured on H200s at 7B, train TP 2, rollout TP 1; how it divides is assumed.
+TRAINER_RUNTIME_GIB, ENGINE_RUNTIME_GIB = 1.3, 3.0
 # Host: measured on the CPU machine, engine 3 GiB, trainer 0.8 after its imports; the trainer's with room for CUDA.
 ENGINE_HOST_GIB, TRAINER_HOST_GIB = 3.0, 2.0
 FILLED = 8  # to multiples of which layers.py fills up an MLP's inner width (its ALIGN)
@@ -91,6 +92,9 @@ class Workload:
     """As train.py's: fused keeps a second copy of the QKV weights in the trainer's order."""
     overlap: Literal["none", "prefix"] = "prefix"
     """prefix: all prefixes run beside decode, so all boundaries exist at once. none: micro-batch by micro-batch."""
+    exact: bool = False
+    """Every prompt has just so many tokens, as in a given step; otherwise at most so many, and a micro-batch may hold
+    more media than longest prompts would."""
     reference: bool = True
     """Whether a frozen reference model is scored (--algo.kl-coef above 0)."""
     device: Literal["cuda", "cpu"] = "cuda"
@@ -263,9 +267,11 @@ def vision_bytes(hf_config, w: Workload, again: bool = False) -> int:
 
 
 def visual_share(w: Workload, tp: int) -> int:
-    """Visual tokens of a prompt that one rank of a replica encodes: the rank with the most, in whole slices."""
-    slices = math.ceil(w.visual_tokens / w.slice_tokens)
-    return min(w.visual_tokens, math.ceil(slices / tp) * w.slice_tokens)
+    """Visual tokens of a prompt that one rank of a replica encodes, of those in a micro-batch: the rank with the most,
+    in whole slices."""
+    prompts = max(1, min(w.prompts, w.micro_tokens // w.prompt_tokens))
+    slices = math.ceil(prompts * math.ceil(w.visual_tokens / w.slice_tokens) / tp)
+    return min(w.visual_tokens, math.ceil(slices * w.slice_tokens / prompts))
 
 
 def prefix_bytes(hf_config, w: Workload, tp: int, again: bool = False) -> int:
@@ -349,6 +355,8 @@ def passes(w: Workload, policy: MemoryConfig, groups: int) -> Passes:
     kept = min(there, policy.keep_tokens or there)
 
     def densest(tokens: int, most: int) -> Workload:
+        if w.exact:
+            return w
         visual = max(w.visual_tokens, min(groups * w.visual_tokens, most))
         return replace(w, visual_tokens=min(w.prompt_tokens, math.ceil(visual * w.prompt_tokens / tokens)))
 
@@ -537,8 +545,8 @@ def _formulas(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Me
     return {
         "snapshot": f"{b} B x {held.snapshot / b / 1e9:.3f} B parameters of a rollout shard{fused}",
         "engine_weights": f"{b} B x {held.snapshot / b / 1e9:.3f} B: the engine's own copy",
-        "engine_other": f"{ENGINE_RUNTIME_GIB:g} GiB assumed + one step of {w.max_num_batched_tokens} tokens",
-        "other": f"{TRAINER_RUNTIME_GIB:g} GiB assumed + the window's temporaries",
+        "engine_other": f"{ENGINE_RUNTIME_GIB:g} GiB of CUDA + one step of {w.max_num_batched_tokens} tokens",
+        "other": f"{TRAINER_RUNTIME_GIB:g} GiB of CUDA + the window's temporaries",
         "rollout_kv": f"{kv}; {'as given' if w.kv_cache_gib else f'up to {w.max_num_seqs} responses at full length'}",
         "actor_boundary": boundary,
         "reference_boundary": boundary,

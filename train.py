@@ -1056,7 +1056,7 @@ def write_plan(trainer: Trainer, metrics: dict) -> None:
     tokens = {f"{name}_tokens": math.ceil(metrics[f"{name}_tokens_mean"]) for name in names}
     tokens["slice_tokens"] = max(1, tokens["slice_tokens"])  # 0 without media
     whole = max(1, config.micro_tokens // tokens["prompt_tokens"])  # prompts at once
-    step = replace(workload(config), micro_tokens=whole * tokens["prompt_tokens"], **tokens)
+    step = replace(workload(config), micro_tokens=whole * tokens["prompt_tokens"], exact=True, **tokens)
     planned = plan.plan(trainer.actor.config, ranks.world, ranks.tp, config.rollout_tp, step, config.memory)
     phases = {phase: planned.peak(phase).bytes for phase in "123"}
     (trainer.run_dir / "plan.json").write_text(json.dumps({"phase": phases}, indent=1))
