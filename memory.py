@@ -24,7 +24,7 @@ it keeps them. At each barrier its contents are compared with CONTRACT, the pape
 been gone is an error that names it. The same counts make the peak of each phase, the limit and the memory log.
 
 Run:
-    python memory.py                     # CPU or GPU: share a region with a second process, release it, time it
+    python memory.py                     # CPU or GPU: share a region with another process, release it; the log's cost
     python memory.py --model qwen2.5-vl-32b --train-tp 8 --rollout-tp 4      # what will fit, see plan.py
 Left out on purpose: sharing a physical page between objects of different phases, paging by layer.
 To change what stays in device memory, edit CONTRACT and the acquire and release calls in sched.py; to change how, edit
@@ -1055,3 +1055,14 @@ if __name__ == "__main__":
     arena.acquire("snapshot")
     print(f"released {size >> 20} MiB in {release_ms:.1f} ms, resident {arena.resident_bytes()} bytes")
     print(f"acquired again at the same address: {shared.data_ptr() == address}, reads {shared[:4].tolist()}")
+    ledger = Ledger(None)
+    for tag in ("snapshot", "gradient", "actor_boundary", "prefix_activations"):
+        ledger.set(tag, size)
+    log = MemoryLog(Path(os.devnull), {}, ledger.sample, MemoryConfig.sample_ms)
+    start = time.perf_counter()
+    for _ in range(1000):
+        log.sample("written")
+    sample_ms = time.perf_counter() - start  # of 1000, so milliseconds of one
+    log.close()
+    share = sample_ms / MemoryConfig.sample_ms
+    print(f"a sample of the memory log takes {1e3 * sample_ms:.0f} us, {share:.2%} of its interval of a core")
