@@ -16,11 +16,11 @@ no memory, maps the trainer's snapshot and puts a view of it behind each, so an 
 is written. What must be told is that the weights changed: publish() drops what was computed from the old ones. Weights
 may only be written while no request runs (barrier 3); publish() refuses otherwise.
 
-A prompt group costs one multimodal preprocessing and one prefill: its N responses are N child requests that share the
-prompt's KV blocks, and each is sent the moment it finishes. Groups are admitted one a step in the order given, so a
-generate() call on an idle engine forms the same batches whenever it is repeated; each response also has its own random
-stream, derived from the request's seed and its index. What remains is the backend's dependence on batch shape
-(rounding in matrix products).
+A prompt group costs one multimodal preprocessing, beside the step before, and one prefill: its N responses are N child
+requests that share the prompt's KV blocks, and each is sent the moment it finishes. Groups are admitted one a step in
+the order given, so a generate() call on an idle engine forms the same batches whenever it is repeated; each response
+also has its own random stream, derived from the request's seed and its index. What remains is the backend's dependence
+on batch shape (rounding in matrix products).
 
 Log-probabilities are those of the distribution that was sampled from: log_softmax((logits + bias) / temperature) in
 float32, bias before temperature, where bias is FORBIDDEN_BIAS for the forbidden ids and 0 elsewhere (vLLM 0.26,
@@ -34,8 +34,8 @@ engine raises EngineDied in the trainer with its phase, exit code, last message 
 Run:
     python rollout.py                 # CPU: a tiny random model in an arena, one engine, a synthetic clip; 20 to 50 s
     python rollout.py --help
-Left out on purpose: preprocessing ahead of the step that needs it (it would hide some milliseconds a group),
-speculative decoding, sleep mode (with shared weights only KV needs releasing, and that lies in an arena region).
+Left out on purpose: speculative decoding, sleep mode (with shared weights only KV needs releasing, and that lies in an
+arena region).
 To tune or swap the engine, edit RolloutConfig and _engine_args(); the protocol is the tuples that Engine and
 EngineClient send each other.
 """
@@ -57,6 +57,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -175,7 +176,7 @@ class Response:
 class Interval(NamedTuple):
     """Adjacent engine steps of one kind."""
 
-    kind: str  # preprocess, prefill (steps with any prompt work) or decode
+    kind: str  # preprocess (waiting for it), prefill (steps with any prompt work) or decode
     start_ns: int
     end_ns: int
     steps: int
@@ -576,6 +577,7 @@ class Engine:
         self.connection = connection
         self.commands: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         self.pending: deque[tuple[int, Request]] = deque()  # accepted, not yet admitted
+        self.ahead: Future | None = None  # the first of them in vLLM's own form, made beside a step
         self.children: dict[str, _Child] = {}  # vLLM's request id -> response in progress
         self.unfinished: dict[int, int] = {}  # call -> responses still owed
         self.refusals: dict[int, list[str]] = {}
@@ -598,6 +600,8 @@ class Engine:
         imported = time.monotonic()
         self.llm = LLMEngine.from_engine_args(EngineArgs(**_engine_args(self.setup)))
         self.scheduler = self.llm.engine_core.engine_core.scheduler
+        threads = torch.get_num_threads()
+        self.preprocessor = ThreadPoolExecutor(1, "preprocessor", lambda: torch.set_num_threads(threads))
         workers = self._on_report()
         if outside := [name for worker in workers for name in worker["outside"]]:
             raise RuntimeError(f"{len(outside)} engine parameters lie outside the shared snapshot: {outside[:5]}")
@@ -659,6 +663,7 @@ class Engine:
         self.llm.engine_core.abort_requests(list(self.children))
         for child in [self.children.pop(name) for name in list(self.children)]:
             self._respond(child, "abort")
+        self.ahead = None
         while self.pending:
             call, request = self.pending.popleft()
             for index in range(request.n):
@@ -699,18 +704,26 @@ class Engine:
         return self.llm.collective_rpc("rollplex_report")
 
     def _on_positions(self, request: Request) -> tuple[list[int], list[list[int]]]:
-        ready = self._preprocess(request)
+        ready = self.preprocessor.submit(self._preprocess, request).result()
         arguments = (ready.prompt_token_ids, ready.mm_features or [])
         return ready.prompt_token_ids, self.llm.collective_rpc("rollplex_positions", args=arguments)[0]
 
     # -- generation --
 
     def _admit(self, call: int, request: Request) -> None:
-        """Preprocess one prompt and hand vLLM its n children."""
-        start_ns = time.monotonic_ns()
+        """Hand vLLM the n children of one prompt, and let the next prompt be preprocessed beside the step that follows.
+
+        In order and one a step, so that what is computed together does not depend on how long preprocessing takes.
+        """
+        start_ns, refused = time.monotonic_ns(), None
+        future, self.ahead = self.ahead or self.preprocessor.submit(self._preprocess, request), None
         try:
-            ready = self._preprocess(request)
-        except _Refused as refused:
+            ready = future.result()
+        except _Refused as error:
+            refused = error
+        if self.pending:
+            self.ahead = self.preprocessor.submit(self._preprocess, self.pending[0][1])
+        if refused is not None:
             self.refusals[call].append(f"{request.id}: {refused}")
             self._count_down(call, request.n)
             return

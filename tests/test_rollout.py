@@ -435,6 +435,21 @@ def test_refusals_leave_the_engine_usable(engine, policy):
     assert len(engine.wait()) == 320
 
 
+def test_a_refused_prompt_costs_its_neighbours_nothing(engine, policy):
+    """Prompts are preprocessed beside the step before, also one that will be refused, or aborted meanwhile."""
+    video = policy.prompt(QUESTION.format("<|vision_start|><|video_pad|><|vision_end|>"), clip(8))
+    good = [Request(str(i), video.ids, video.media, 2, seed=i) for i in range(3)]
+    alone = {(r.request_id, r.index): r.token_ids for r in generate(engine, *good)}
+    engine.generate([good[0], Request("long", [9] * (MAX_PROMPT + 1), [], 2, seed=0), *good[1:]])
+    with pytest.raises(RuntimeError, match="refused a request: long"):
+        engine.wait()
+    engine.generate([Request(f"busy{i}", video.ids, video.media, 2, seed=i) for i in range(8)])
+    engine.abort()
+    assert len(engine.wait()) == 16
+    again = {(r.request_id, r.index): r.token_ids for r in generate(engine, *good)}
+    assert again == alone
+
+
 def test_kv_release_gives_memory_back(engine, policy):
     prompt = policy.prompt(QUESTION.format("<|vision_start|><|video_pad|><|vision_end|>"), clip(8))
     busy = [Request(str(i), [9 + i] * 150, [], 8, seed=i) for i in range(16)]
