@@ -462,11 +462,8 @@ class Schedule:
                         self._actor_prefix(batch, batch.tokens)
                 for run in batch.passes(self.micro_tokens):
                     self._suffix_gradients(batch, run, loss)
-                with (
-                    self.timeline.span("backward"),
-                    self.saved.counted("prefix_activations"),
-                ):  # of what is computed again
-                    self.actor.prefix_backward(batch.actor)
+                with self.timeline.span("backward"), self.saved.counted("prefix_activations"):
+                    self.actor.prefix_backward(batch.actor)  # saves something where it computes a forward pass again
                 batch.actor = None
                 for group in batch.groups:
                     group.drop()
