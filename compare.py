@@ -249,7 +249,7 @@ def compare_config(args: Compare, rest: list[str], world: int) -> tuple:
             raise ValueError(f"--{name} {getattr(args, name)}: expected {expected}")
     if args.out is not None and (args.out / "metrics.jsonl").exists():
         raise ValueError(f"--out {args.out}: has a run already; choose another directory")
-    given = {re.sub("^--(no-)?", "", part.partition("=")[0]) for part in rest if part.startswith("--")}
+    given = train.named_flags(rest)
     if taken := [name for name in _DECIDED if name in given]:
         raise ValueError(f"--{', --'.join(taken)}: compare decides this itself; leave it out")
     wanted, _ = train.configure(rest, world)

@@ -1,6 +1,7 @@
 """Layers: autograd functions that the language model and the vision tower share. They decide what a layer keeps.
 
     Again       a layer keeps its input; backward computes it a second time, one layer at a time
+    Packed      sequences of different lengths, end to end
     gated_mlp   down(silu(gate(x)) · up(x)) keeps gate(x) and up(x), half of what its parts would
 
 Run: python layers.py                     # what a gated MLP keeps, and its time
@@ -8,10 +9,23 @@ Left out on purpose: fused kernels of our own.
 To trade memory for time otherwise, change what a forward pass saves here; plan.py has the bytes.
 """
 
+import time
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 
+import memory
+
 ALIGN = 8  # elements: 16 bytes of BF16, without which a row's start misses a GPU's fast matrix kernels
+
+
+class Packed:
+    """Sequences of these lengths, end to end in a tensor's first dimension; `starts` [n + 1] int32 bounds them."""
+
+    def __init__(self, lengths: Sequence[int]):
+        self.lengths, self.longest = lengths, max(lengths)
+        self.starts = memory.upload(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)), torch.int32)
 
 
 class Again(torch.autograd.Function):
@@ -76,29 +90,33 @@ def _filled(weight: torch.Tensor | None, dim: int = 0) -> torch.Tensor | None:
     return F.pad(weight, (0, 0) * (weight.dim() - 1 - dim) + (0, missing)) if missing else weight
 
 
+def time_and_bytes(run: Callable[[], torch.Tensor]) -> str:
+    """Median time of five forward and backward passes of run(), and what autograd keeps between them."""
+    seconds, saved = [], {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    for _ in range(5):
+        saved.clear()
+        memory.synchronize()
+        start = time.perf_counter()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            out = run()
+        out.sum().backward()
+        memory.synchronize()
+        seconds.append(time.perf_counter() - start)
+    mib = sum(saved.values()) / 2**20
+    return f"{1e3 * sorted(seconds)[2]:.0f} ms, keeps {mib:.0f} MiB for backward, weights included"
+
+
 def _main() -> None:
-    """What a gated MLP of 1024 and 4096 keeps for 512 tokens, and how long it takes, plain and as gated_mlp()."""
-    import time
-
-    parts = [torch.nn.Linear(*size, bias=False) for size in ((1024, 4096), (1024, 4096), (4096, 1024))]
-    gate, up, down = parts
-    ways = {"gated_mlp": lambda x: gated_mlp(x, *parts), "plain": lambda x: down(F.silu(gate(x)) * up(x))}
-    for name, run in ways.items():
-        seconds, x, saved = [], torch.randn(512, 1024, requires_grad=True), {}
-
-        def note(tensor: torch.Tensor, saved=saved) -> torch.Tensor:
-            saved[tensor.data_ptr()] = tensor.nbytes
-            return tensor
-
-        for _ in range(5):
-            saved.clear()
-            start = time.perf_counter()
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                out = run(x)
-            out.sum().backward()
-            seconds.append(time.perf_counter() - start)
-        mib = (sum(saved.values()) - sum(part.weight.nbytes for part in parts)) / 2**20
-        print(f"{name}: {1e3 * sorted(seconds)[2]:.0f} ms, keeps {mib:.0f} MiB for backward besides the weights")
+    """A gated MLP of 1024 and 4096 on 512 tokens, plain and as gated_mlp()."""
+    gate, up, down = (torch.nn.Linear(*size, bias=False) for size in ((1024, 4096), (1024, 4096), (4096, 1024)))
+    x = torch.randn(512, 1024, requires_grad=True)
+    print("gated_mlp:", time_and_bytes(lambda: gated_mlp(x, gate, up, down)))
+    print("plain:", time_and_bytes(lambda: down(F.silu(gate(x)) * up(x))))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from transformers import Qwen2_5_VLConfig
 
 import memory
 from configs import forbidden_ids
-from layers import Again, gated_mlp
+from layers import Again, Packed, gated_mlp
 from rollout import FORBIDDEN_BIAS
 from vision import VisionTower, WithMedia
 from weights import VOCAB_MULTIPLE
@@ -89,14 +89,6 @@ def positions(input_ids: list[int], grid_thw: list[list[int]], second_per_grid: 
 # ---- attention across the boundary -----------------------------------------------------------------------------------
 
 
-class _Packed:
-    """Sequences of these lengths, end to end in a tensor's first dimension; `starts` [n + 1] int32 bounds them."""
-
-    def __init__(self, lengths: list[int]):
-        starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0))
-        self.lengths, self.starts = lengths, memory.upload(starts, torch.int32)
-
-
 @dataclass
 class _Boundary(PackedSeqParams):
     """Tells the attention layers what to do in one forward pass; travels in Megatron's packed_seq_params argument.
@@ -106,7 +98,7 @@ class _Boundary(PackedSeqParams):
     """
 
     kv: dict = field(default_factory=dict)
-    responses: _Packed | None = None  # in a suffix pass
+    responses: Packed | None = None  # in a suffix pass
     groups: list[tuple] = field(default_factory=list)  # each prompt's rows, these as one sequence, its P−1 keys
     again: bool = False  # whether layers keep only their input
 
@@ -116,9 +108,9 @@ def _suffix_boundary(prefix: "Prefix", lengths: list[list[int]], again: bool = F
     groups, start = [], 0
     for sample, own in zip(prefix.samples, lengths, strict=True):
         rows, prefix_tokens = sum(own), len(sample.input_ids) - 1
-        groups.append((slice(start, start + rows), _Packed([rows]), _Packed([prefix_tokens])))
+        groups.append((slice(start, start + rows), Packed([rows]), Packed([prefix_tokens])))
         start += rows
-    responses = _Packed([n for own in lengths for n in own])
+    responses = Packed([n for own in lengths for n in own])
     return _Boundary(qkv_format="sbhd", kv=prefix.kv, responses=responses, groups=groups, again=again)
 
 
@@ -188,11 +180,11 @@ class _SharedPrefix(torch.autograd.Function):
         return dq, dk, dv, None, None, *shared
 
 
-def _flash(query, key, value, queries: _Packed, keys: _Packed, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash(query, key, value, queries: Packed, keys: Packed, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """PyTorch's flash kernel on packed sequences: query [T, H, D], key and value [·, K, D] -> output [T, H, D] and
     log-sum-exp [H, T] float32. As torch/nn/attention/varlen.py (2.11) calls it; on a CPU sequence by sequence."""
     if query.is_cuda:
-        ends = queries.starts, keys.starts, max(queries.lengths), max(keys.lengths)
+        ends = queries.starts, keys.starts, queries.longest, keys.longest
         return torch.ops.aten._flash_attention_forward(query, key, value, *ends, 0.0, causal, False)[:2]
     sequences = zip(_heads_first(query, queries), _heads_first(key, keys), _heads_first(value, keys), strict=True)
     call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -200,11 +192,11 @@ def _flash(query, key, value, queries: _Packed, keys: _Packed, causal: bool) -> 
     return _tokens_first(outs), torch.cat(lses, dim=2)[0]
 
 
-def _flash_backward(grad, query, key, value, out, lse, queries: _Packed, keys: _Packed, causal: bool):
+def _flash_backward(grad, query, key, value, out, lse, queries: Packed, keys: Packed, causal: bool):
     """Gradients of query, key and value, given output, log-sum-exp and gradient of the softmax that _flash was a part
     of."""
     if query.is_cuda:
-        ends = queries.starts, keys.starts, max(queries.lengths), max(keys.lengths)
+        ends = queries.starts, keys.starts, queries.longest, keys.longest
         random = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
         tensors = grad, query, key, value, out, lse.contiguous()
         return torch.ops.aten._flash_attention_backward(*tensors, *ends, 0.0, causal, *random)
@@ -216,7 +208,7 @@ def _flash_backward(grad, query, key, value, out, lse, queries: _Packed, keys: _
     return [_tokens_first(gradients) for gradients in zip(*results, strict=True)]
 
 
-def _heads_first(x: torch.Tensor, packed: _Packed) -> list[torch.Tensor]:
+def _heads_first(x: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
     """[tokens, heads, D] -> each sequence as [1, heads, tokens, D]."""
     return [sequence.transpose(0, 1)[None] for sequence in x.split(packed.lengths)]
 

@@ -51,7 +51,9 @@ TRAINER_RUNTIME_GIB, ENGINE_RUNTIME_GIB = 1.3, 3.0
 ENGINE_HOST_GIB, TRAINER_HOST_GIB = 3.0, 2.0
 FILLED = 8  # to multiples of which layers.py fills up an MLP's inner width (its ALIGN)
 FULL_TOKENS = 8192  # below some 8 to 16 thousand tokens at once an H200 waits for the host's launches (measured)
-OFFLOAD_FACTOR = 1.2  # what two operations save is copied to the host twice: 1.09 to 1.16 measured on a CPU
+OFFLOAD_FACTOR = (
+    1.2  # what two operations save is copied to the host twice (assumed; 1.09 to 1.16 when an MLP kept more)
+)
 
 # B prompts, N responses a prompt, P prompt tokens, S response tokens, b bytes of an element. All sizes are of one GPU.
 
@@ -234,13 +236,19 @@ def layer_bytes(d: Dims, w: Workload) -> int:
     """
     b = w.itemsize
     attention = b * (2 * d.query + 2 * d.kv + 4 * d.head) + 4 * d.heads
-    return 2 * (_norm_bytes(d, w) + b * d.hidden) + attention + b * 2 * memory.align(d.inner, FILLED)
+    return 2 * (_norm_bytes(d.hidden, w) + b * d.hidden) + attention + b * 2 * memory.align(d.inner, FILLED)
 
 
-def _norm_bytes(d: Dims, w: Workload) -> int:
-    """Saved by one RMSNorm for one token, without its output: input and 1/rms; on a CPU also the normalised input, both
-    in FP32."""
-    return (w.itemsize if w.device == "cuda" else 8) * d.hidden + 4
+def _norm_bytes(hidden: int, w: Workload) -> int:
+    """Saved by one RMSNorm for one token or patch, without its output: input and 1/rms; on a CPU also the normalised
+    input, both in FP32."""
+    return (w.itemsize if w.device == "cuda" else 8) * hidden + 4
+
+
+def _input_bytes(hidden: int, w: Workload) -> int:
+    """Of a layer's input that its first norm saves as the same tensor: all, unless that saves another dtype, BF16 on a
+    CPU."""
+    return w.itemsize * hidden if w.device == "cuda" or w.itemsize == 4 else 0
 
 
 def block_bytes(hf_config, w: Workload) -> int:
@@ -249,12 +257,7 @@ def block_bytes(hf_config, w: Workload) -> int:
     # Rotated queries and keys beside the values, attention output (on a CPU gathered from the windows into a second).
     attention = b * v.hidden_size * (4 if w.device == "cuda" else 5) + 4 * v.num_heads
     inner = memory.align(v.intermediate_size, FILLED)
-    return 2 * _vision_norm_bytes(v, w) + attention + 2 * b * inner
-
-
-def _vision_norm_bytes(v, w: Workload) -> int:
-    """As _norm_bytes, and the output."""
-    return (w.itemsize if w.device == "cuda" else 8) * v.hidden_size + 4 + w.itemsize * v.hidden_size
+    return 2 * (_norm_bytes(v.hidden_size, w) + b * v.hidden_size) + attention + 2 * b * inner
 
 
 def vision_bytes(hf_config, w: Workload, again: bool = False) -> int:
@@ -264,7 +267,7 @@ def vision_bytes(hf_config, w: Workload, again: bool = False) -> int:
     pixels = b * v.in_channels * v.temporal_patch_size * v.patch_size**2 + 4  # and its token's place
     blocks = v.depth * (b * v.hidden_size if again else block_bytes(hf_config, w))
     rotary = 0 if again else 4 * (v.hidden_size // v.num_heads)
-    return blocks + rotary + _vision_norm_bytes(v, w) + 2 * b * v.hidden_size + pixels
+    return blocks + rotary + _norm_bytes(v.hidden_size, w) + 3 * b * v.hidden_size + pixels
 
 
 def visual_share(w: Workload, tp: int) -> int:
@@ -288,7 +291,7 @@ def prefix_bytes(hf_config, w: Workload, tp: int, again: bool = False) -> int:
 
 def _last_bytes(d: Dims, w: Workload) -> int:
     """Saved by the last layer of a prefix for one token: its norm, and the rotary table for its keys."""
-    return _norm_bytes(d, w) + w.itemsize * (d.hidden + 2 * d.head)
+    return _norm_bytes(d.hidden, w) + w.itemsize * (d.hidden + 2 * d.head)
 
 
 def prefix_again_bytes(hf_config, w: Workload, tp: int) -> int:
@@ -297,15 +300,13 @@ def prefix_again_bytes(hf_config, w: Workload, tp: int) -> int:
     d, v, tokens, patches = _dims(hf_config, tp), hf_config.vision_config, w.prompt_tokens - 1, 4 * visual_share(w, tp)
     language = prefix_bytes(hf_config, replace(w, visual_tokens=0), tp, again=True)
     layer = tokens * (_layer_again_bytes(d, w) - _last_bytes(d, w))
-    block = block_bytes(hf_config, w) + 4 * (v.hidden_size // v.num_heads)
-    block -= w.itemsize * v.hidden_size if w.device == "cuda" or w.itemsize == 4 else 0
+    block = block_bytes(hf_config, w) + 4 * (v.hidden_size // v.num_heads) - _input_bytes(v.hidden_size, w)
     return max(0, layer, patches * block - language)
 
 
 def _layer_again_bytes(d: Dims, w: Workload) -> int:
-    """What one layer, computed again, adds to its input for one token. The norm saves that same tensor, unless it saves
-    it in another dtype: BF16 on a CPU."""
-    return layer_bytes(d, w) - (w.itemsize * d.hidden if w.device == "cuda" or w.itemsize == 4 else 0)
+    """What one layer, computed again, adds to its input for one token."""
+    return layer_bytes(d, w) - _input_bytes(d.hidden, w)
 
 
 def boundary_bytes(hf_config, w: Workload, tp: int) -> int:
@@ -324,7 +325,7 @@ def suffix_token_bytes(hf_config, w: Workload, tp: int, again: bool = False) -> 
     norm, FP32 logits (as softmax). The prompt's keys and values are read where the boundary holds them."""
     d, b = _dims(hf_config, tp), w.itemsize
     layers = d.layers * (b * d.hidden if again else layer_bytes(d, w))
-    return layers + _norm_bytes(d, w) + b * d.hidden + 4 * d.vocab
+    return layers + _norm_bytes(d.hidden, w) + b * d.hidden + 4 * d.vocab
 
 
 def suffix_again_token_bytes(hf_config, w: Workload, tp: int) -> int:

@@ -291,8 +291,7 @@ class Schedule:
         with self.timeline.span("optimizer"):
             self.optimizer.sum_gradients(self.tp_group, self.dp_group)
             self.arena.acquire("workspace")
-            if self.log is not None:
-                self.log.sample("optimizer")  # it may be over before the next sample
+            self._sample("optimizer")  # it may be over before the next sample
             info = self.optimizer.step(step, grad_scale, self.tp_group, self.dp_group)
             self.arena.release("workspace")
             self.arena.release("gradient")
@@ -487,11 +486,13 @@ class Schedule:
             dist.barrier(group=self.control)
             self.arena.check()
             memory.check_contract(name[0], self.ledger.held(), self.policy)
-            if self.log is not None:
-                self.log.sample()  # what the phase that ends had in use since the last
+            self._sample()  # what the phase that ends had in use since the last
             self.ledger.enter(name[0])
-            if self.log is not None:
-                self.log.sample(f"barrier {name}")
+            self._sample(f"barrier {name}")
+
+    def _sample(self, mark: str = "") -> None:
+        if self.log is not None:
+            self.log.sample(mark)
 
     def _over_replicas(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=memory.device())

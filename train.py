@@ -301,9 +301,16 @@ def configure(argv: list[str], world: int) -> tuple[Config, str]:
     return config, text
 
 
+def named_flags(argv: list[str]) -> set[str]:
+    """Of the fields that the command line names: export for `--no-export`, memory.keep-tokens for
+    `--memory.keep_tokens=9`."""
+    flags = (part.partition("=")[0].replace("_", "-") for part in argv if part.startswith("--"))
+    return {flag.removeprefix("--").removeprefix("no-") for flag in flags}
+
+
 def _given(argv: list[str], config: Config) -> dict:
     """Of what the planner would choose (plan.Settings), the values that the command line gives."""
-    flags = {part.partition("=")[0].replace("_", "-").removeprefix("--") for part in argv if part.startswith("--")}
+    flags = named_flags(argv)
     owners = (
         (config, "", "train-tp", "rollout-tp", "micro-tokens"),
         (config.memory, "memory.", "activations", "keep-tokens", "recompute-layers"),

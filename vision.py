@@ -32,7 +32,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 import memory
 from data import TEMPORAL, Media, patchify
-from layers import Again, gated_mlp
+from layers import Again, Packed, gated_mlp, time_and_bytes
 
 # s patches of all media, H heads, D head size, m the side of what is merged (2 patches), [.., 3] grids t × h × w.
 
@@ -168,14 +168,14 @@ class VisionTower(nn.Module):
             return self.patch_embed.proj.weight.new_empty(0, self.config.out_hidden_size), lengths
         slices = [sum(t for t, _, _ in part) for part in parts]
         pixels = _patches(media, sum(slices[:rank]), slices[rank])
-        return self(pixels, torch.tensor(parts[rank]), again and torch.is_grad_enabled()), lengths
+        return self(pixels, parts[rank], again and torch.is_grad_enabled()), lengths
 
-    def forward(self, pixels: torch.Tensor, grid_thw: torch.Tensor, again: bool = False) -> torch.Tensor:
-        """pixels [s, 1176], grid_thw [media, 3] on the CPU -> features [s / m², hidden size of the language model]."""
+    def forward(self, pixels: torch.Tensor, grid: list[list[int]], again: bool = False) -> torch.Tensor:
+        """pixels [s, 1176] of media [[t, h, w], ...] -> features [s / m², hidden size of the language model]."""
         config, merge = self.config, self.config.spatial_merge_size
         side = config.window_size // config.patch_size // merge
-        where = places(tuple(map(tuple, grid_thw.tolist())), merge, side)
-        runs = {True: Runs(where.slices, pixels.device), False: Runs(where.windows, pixels.device)}
+        where = places(tuple(map(tuple, grid)), merge, side)
+        runs = {True: Packed(where.slices), False: Packed(where.windows)}
         cos, sin = self._rotary(memory.upload(where.yx))
         weight = self.patch_embed.proj.weight
         x = F.linear(pixels.to(weight.dtype), weight.flatten(1))
@@ -198,24 +198,16 @@ class VisionTower(nn.Module):
         return angles.cos(), angles.sin()
 
 
-class Runs:
-    """Rows that attend to each other: consecutive runs of these lengths."""
-
-    def __init__(self, lengths: tuple[int, ...], device: torch.device):
-        self.lengths, self.longest, self.starts = lengths, max(lengths), None
-        if device.type == "cuda":
-            self.starts = memory.upload(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int())
-
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[s, H, D] each -> [s, H, D]."""
-        if self.starts is not None:
-            return varlen_attn(query, key, value, self.starts, self.starts, self.longest, self.longest)
-        out, start = [], 0
-        for length, equal in groupby(self.lengths):  # neighbours of one length in one call
-            rows = slice(start, start := start + length * len(list(equal)))
-            q, k, v = (x[rows].unflatten(0, (-1, length)).transpose(1, 2) for x in (query, key, value))
-            out.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1))
-        return torch.cat(out)
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Packed) -> torch.Tensor:
+    """Rows of a run attend to each other: [s, H, D] each -> [s, H, D]."""
+    if query.is_cuda:
+        return varlen_attn(query, key, value, runs.starts, runs.starts, runs.longest, runs.longest)
+    out, start = [], 0
+    for length, equal in groupby(runs.lengths):  # neighbours of one length in one call
+        rows = slice(start, start := start + length * len(list(equal)))
+        q, k, v = (x[rows].unflatten(0, (-1, length)).transpose(1, 2) for x in (query, key, value))
+        out.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1))
+    return torch.cat(out)
 
 
 class Block(nn.Module):
@@ -231,10 +223,10 @@ class Block(nn.Module):
         self.mlp.up_proj = nn.Linear(hidden, inner, dtype=dtype)
         self.mlp.down_proj = nn.Linear(inner, hidden, dtype=dtype)
 
-    def forward(self, x: torch.Tensor, runs: Runs, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, runs: Packed, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[s, hidden] -> [s, hidden]."""
         qkv = self.attn.qkv(self.norm1(x)).unflatten(1, (3, self.heads, -1))
-        out = runs.attend(*_Rotate.apply(qkv, cos, sin).unbind(1))
+        out = _attend(*_Rotate.apply(qkv, cos, sin).unbind(1), runs)
         x = x + self.attn.proj(out.flatten(1))
         return x + gated_mlp(self.norm2(x), self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj)
 
@@ -268,7 +260,6 @@ def _rotated(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 def _main() -> None:
     """Forward and backward of one clip through two blocks of 3B's tower, ours and transformers'."""
     import copy
-    import time
 
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
@@ -281,28 +272,10 @@ def _main() -> None:
     theirs = Qwen2_5_VisionTransformerPretrainedModel(config).to(device, dtype)
     ours = VisionTower(config, dtype)
     ours.load_state_dict(theirs.state_dict(), assign=True)
-    grid = torch.tensor([[2, 16, 16]])
-    pixels = torch.randn(512, 1176, device=device, dtype=dtype)
-    for name, run in (
-        ("ours", lambda: ours(pixels, grid)),
-        ("transformers'", lambda: theirs(pixels, grid_thw=grid.to(device)).pooler_output),
-    ):
-        seconds = []
-        for _ in range(5):
-            memory.synchronize()
-            start, saved = time.perf_counter(), {}
-            with torch.autograd.graph.saved_tensors_hooks(lambda t, s=saved: _note(s, t), lambda t: t):
-                features = run()
-            features.sum().backward()
-            memory.synchronize()
-            seconds.append(time.perf_counter() - start)
-        mib = (sum(saved.values()) - sum(p.nbytes for p in theirs.parameters())) / 2**20
-        print(f"{name}: {1e3 * sorted(seconds)[2]:.0f} ms, keeps {mib:.0f} MiB for backward besides the weights")
-
-
-def _note(saved: dict[int, int], tensor: torch.Tensor) -> torch.Tensor:
-    saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return tensor
+    grid, pixels = [[2, 16, 16]], torch.randn(512, 1176, device=device, dtype=dtype)
+    print("ours:", time_and_bytes(lambda: ours(pixels, grid)))
+    grid_thw = torch.tensor(grid, device=device)
+    print("transformers':", time_and_bytes(lambda: theirs(pixels, grid_thw=grid_thw).pooler_output))
 
 
 if __name__ == "__main__":

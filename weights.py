@@ -26,6 +26,7 @@ Left out on purpose: quantised weights, expert parallelism, more key/value shard
 To share another layout, add its tensors to table(); to add a model family, add its names there as well.
 """
 
+import functools
 import json
 import math
 import shutil
@@ -107,14 +108,23 @@ def table(config, qkv: str = "fused") -> list[Logical]:
 
 
 def _vision_table(config) -> list[Logical]:
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-
-    with torch.device("meta"):
-        tower = Qwen2_5_VisionTransformerPretrainedModel(config.vision_config)
-    shapes = {name: tuple(parameter.shape) for name, parameter in tower.named_parameters()}
+    shapes = _vision_shapes(config.vision_config.to_json_string(use_diff=False))
     # The engine fuses gate and up; put each pair next to each other (weights, then biases).
     order = sorted(shapes, key=lambda name: (_fused_gate_up(name), "up_proj" in name))
     return [Logical(f"visual.{n}", shapes[n], None, f"visual.{_fused_gate_up(n)}", f"vision.{n}", 1) for n in order]
+
+
+@functools.lru_cache
+def _vision_shapes(vision_config: str) -> dict[str, tuple[int, ...]]:
+    """Of transformers' tower with this configuration (JSON), made once: the planner lays out dozens of plans."""
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+        Qwen2_5_VisionTransformerPretrainedModel,
+        Qwen2_5_VLVisionConfig,
+    )
+
+    with torch.device("meta"):
+        tower = Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**json.loads(vision_config)))
+    return {name: tuple(parameter.shape) for name, parameter in tower.named_parameters()}
 
 
 def _fused_gate_up(name: str) -> str:
