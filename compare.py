@@ -326,17 +326,20 @@ def decode_samples(trainer, config) -> list:
 
 
 def prefixes_alone(trainer) -> float:
-    """Seconds of a step's reference and actor prefixes with nothing beside them, on the slowest rank. Collective."""
+    """Seconds of all of a step's reference and actor prefixes, also those that memory does not let run beside decode,
+    with nothing beside them, on the slowest rank. Collective."""
     import torch.distributed as dist
 
-    schedule = trainer.schedule
+    schedule, policy = trainer.schedule, trainer.schedule.policy
     samples, _ = trainer.samples(trainer.loader, 0, trainer.config.prompts)
     groups = [sched.Group(sample) for sample in trainer.mine(samples)]
     batches = schedule.micro_batches(groups)
     schedule.ledger.enter("prefixes alone")
     dist.barrier(group=trainer.ranks.everyone)
     trainer.timeline.take()
+    schedule.policy = replace(policy, activations="recompute")  # so that nothing is kept, and all of them fit
     schedule.prefixes(batches)
+    schedule.policy = policy
     seconds = sum(trainer.timeline.take()[1].values())
     del groups, batches  # and with them what autograd kept
     if schedule.log is not None:

@@ -366,8 +366,12 @@ class MemoryConfig:
     """Of actor prefixes, between their forward and backward: keep them on the device, move them to the host pool as
     they are produced, or drop them and compute the prefix a second time."""
     keep_tokens: int = 0
-    """With activations keep: of how many prompt tokens a replica's prefixes are kept at a time, in whole micro-batches;
-    the others are computed a second time, as with recompute. 0: of all."""
+    """With activations keep: of how many prompt tokens a replica's prefixes run beside decode and are kept, in whole
+    micro-batches; the others are computed after it, where their suffixes need them. 0: all run beside decode."""
+    recompute_vision: bool = False
+    """Of actor prefixes that run beside decode keep only the input of each block of the vision tower, most of whose
+    bytes are the blocks', and compute the rest again, block by block, in its backward: a second forward pass of the
+    tower, for which about twice as many prefixes can be kept."""
     recompute_layers: bool = False
     """Keep only the input of each layer that a training pass saves (language model and vision tower) and compute the
     rest again, layer by layer, in its backward: a second forward pass of prefixes and suffixes, whose activations then

@@ -378,16 +378,16 @@ class QwenVL(torch.nn.Module):
             owner, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(owner), leaf, torch.nn.Parameter(views[name], requires_grad=requires_grad))
 
-    def prefix(self, samples: list, keep: bool = True) -> Prefix:
+    def prefix(self, samples: list, keep: bool = True, recompute_vision: bool = False) -> Prefix:
         """Encode the media and all tokens but the last of B prompts (data.Sample); keep their K and V.
 
         Under torch.no_grad() (a reference) the state is detached. Otherwise prefix_backward() must be called once,
-        later; with `keep` the activations stay for it, without they are dropped and computed again then. A collective
-        of the TP group.
+        later; with `keep` the activations stay for it, without they are dropped and computed again then; with
+        `recompute_vision` of the vision tower only each block's input stays. A collective of the TP group.
         """
         trained = torch.is_grad_enabled()
         with torch.set_grad_enabled(trained and keep):
-            kv, last_positions = self._prefix_kv(samples)
+            kv, last_positions = self._prefix_kv(samples, recompute_vision)
         lengths = [len(sample.input_ids) - 1 for sample in samples]
         leaves = {
             layer: [
@@ -397,7 +397,9 @@ class QwenVL(torch.nn.Module):
         }
         return Prefix(samples, leaves, kv if trained and keep else None, last_positions)
 
-    def _prefix_kv(self, samples: list) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], list[int]]:
+    def _prefix_kv(
+        self, samples: list, recompute_vision: bool = False
+    ) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], list[int]]:
         """Shorter prompts are padded at the end, where causal attention lets nothing see the padding."""
         places = [positions(s.input_ids.tolist(), s.grid_thw.tolist(), s.second_per_grid, self.config) for s in samples]
         longest = max(pos.shape[1] for pos in places)
@@ -405,7 +407,8 @@ class QwenVL(torch.nn.Module):
         boundary = _Boundary(qkv_format="sbhd", again=self.recompute_layers)
         end = max(1, longest - 1)  # one that nobody sees if P is 1 for all
         with suppress(_AllCaptured):
-            self._decode(self._embed(samples)[:end], pos[:, :, :end], boundary)
+            embedded = self._embed(samples, self.recompute_layers or recompute_vision)
+            self._decode(embedded[:end], pos[:, :, :end], boundary)
         if torch.is_grad_enabled() and not all(t.requires_grad for pair in boundary.kv.values() for t in pair):
             raise RuntimeError("a captured key or value has no graph: the prefix would silently get no gradient")
         return boundary.kv, [int(p[0, -1]) for p in places]
@@ -458,7 +461,7 @@ class QwenVL(torch.nn.Module):
         torch.autograd.backward(tensors, gradients)
         prefix.kv, prefix.attached = {}, None
 
-    def _embed(self, samples: list) -> torch.Tensor:
+    def _embed(self, samples: list, recompute_vision: bool) -> torch.Tensor:
         """Prompt embeddings [P, B, hidden] with the media's features in place of their placeholders."""
         ids = pad_sequence([sample.input_ids for sample in samples], batch_first=True)  # [B, P] on the CPU
         visual = (ids == self.config.video_token_id) | (ids == self.config.image_token_id)
@@ -470,7 +473,7 @@ class QwenVL(torch.nn.Module):
         embedded = self.lm.embedding(memory.upload(ids), None)
         if not count:
             return embedded
-        own, lengths = self.vision.share(media, self.recompute_layers)
+        own, lengths = self.vision.share(media, recompute_vision)
         rows = memory.upload(place * len(samples) + prompt)  # in [P, B], end to end
         return WithMedia.apply(embedded.flatten(0, 1), own, rows, lengths).view_as(embedded)
 

@@ -278,15 +278,16 @@ def visual_share(w: Workload, tp: int) -> int:
     return min(w.visual_tokens, math.ceil(slices * w.slice_tokens / prompts))
 
 
-def prefix_bytes(hf_config, w: Workload, tp: int, again: bool = False) -> int:
+def prefix_bytes(hf_config, w: Workload, tp: int, again: bool = False, vision_again: bool = False) -> int:
     """Saved by the forward pass of one prompt's prefix: this rank's part of the media in the vision tower, then P − 1
     tokens through all layers but the last, of which only the norm is needed for its keys and values (held as the
     boundary, not as saved tensors). With `again` (recompute_layers) those layers keep only their input, the first one's
-    with the last token."""
+    with the last token; with `vision_again` (recompute_vision) only the tower's blocks do."""
     d, b = _dims(hf_config, tp), w.itemsize
     tokens = w.prompt_tokens - 1
     layers = b * d.hidden * ((d.layers - 1) * tokens + 1) if again else tokens * (d.layers - 1) * layer_bytes(d, w)
-    return layers + tokens * _last_bytes(d, w) + 4 * visual_share(w, tp) * vision_bytes(hf_config, w, again)
+    patch = vision_bytes(hf_config, w, again or vision_again)
+    return layers + tokens * _last_bytes(d, w) + 4 * visual_share(w, tp) * patch
 
 
 def _last_bytes(d: Dims, w: Workload) -> int:
@@ -340,8 +341,8 @@ class Passes(NamedTuple):
 
     prompt: int  # of a micro-batch
     response: int  # of one pass over its suffixes
-    there: int  # prompt tokens whose prefixes exist at once
-    kept: int  # of these, the ones whose activations may be kept (--memory.keep-tokens)
+    there: int  # prompt tokens whose reference prefixes exist at once
+    kept: int  # and whose actor prefixes do, which --memory.keep-tokens bounds
     batch: Workload  # with as many visual tokens a prompt as a micro-batch can have
     waiting: Workload  # and those whose activations are kept
 
@@ -354,7 +355,8 @@ def passes(w: Workload, policy: MemoryConfig, groups: int) -> Passes:
     prompt = max(w.prompt_tokens, min(whole, w.micro_tokens))
     response = min(max(w.micro_tokens, w.response_tokens), prompt * w.n * w.response_tokens // w.prompt_tokens)
     there = whole if w.overlap == "prefix" else prompt
-    kept = min(there, policy.keep_tokens or there)
+    bounded = w.overlap == "prefix" and policy.activations == "keep" and policy.keep_tokens
+    kept = min(there, bounded or there)
 
     def densest(tokens: int, most: int) -> Workload:
         if w.exact:
@@ -413,7 +415,7 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
     patches = 4 * visual_share(at_once.batch, train_tp)
     layer = (w.prompt_tokens - 1) * layer_bytes(d, w), patches * vision_bytes(hf_config, w) // vision.depth
     responses = min(w.max_num_seqs, math.ceil(groups * rollout_tp / train_tp) * w.n)
-    gone = at_once.kept // at_once.prompt * at_once.prompt  # once all kept micro-batches are consumed
+    kept = prefix_bytes(hf_config, at_once.waiting, train_tp, again, policy.recompute_vision and w.overlap == "prefix")
 
     def prompts(one: int, tokens: int) -> int:
         """Bytes of this many prompt tokens, from those of one prompt."""
@@ -432,11 +434,10 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
         "workspace": optimizer.workspace_bytes(config, 0 if policy.chunked_optimizer else held.numel),
         "boundary": prompts(boundary, at_once.there),
         "boundary_kept": prompts(boundary, at_once.kept),
-        "boundary_left": prompts(boundary, at_once.there - gone),
         "boundary_mb": prompts(boundary, at_once.prompt),
         "prefix": prompts(every, at_once.there),
-        "prefix_kept": prompts(prefix_bytes(hf_config, at_once.waiting, train_tp, again), at_once.kept),
-        "some_dropped": at_once.kept < at_once.there,
+        "prefix_kept": prompts(kept, at_once.kept),
+        "some_later": at_once.kept < at_once.there,
         "prefix_mb": prompts(prefix, at_once.prompt),
         "prefix_layer": prompts(max(layer), at_once.prompt),
         "prefix_again": prompts(prefix_again_bytes(*model), at_once.prompt) if again else 0,
@@ -455,18 +456,15 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
 
 def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
     """The windows of a step, each with what lives in it: memory.CONTRACT with sizes."""
-    ahead, kind = w.overlap == "prefix", policy.activations  # ahead: the prefixes of all groups wait for their suffixes
-    boundary = s["boundary"]
+    ahead, kind = w.overlap == "prefix", policy.activations  # ahead: prefixes wait for their suffixes beside decode
     # Kept keys and values are among the saved tensors, but for the last layer's, and count as boundary. Where layers
     # keep only their input none are; then a recomputed prefix has all of them as outputs, beside the boundary.
     held_twice, anew = (0, s["layers"]) if policy.recompute_layers else (s["layers"] - 1, 1)
-    waiting = s["prefix_kept"] - s["boundary_kept"] * held_twice // s["layers"] if kind == "keep" else 0
-    # A GPU saves faster than copies leave it, so offloading lags by up to a micro-batch; backward brings back a layer.
-    produced = s["prefix_mb"] if kind == "offload" else waiting
+    waiting, own = (
+        s[f"prefix_{which}"] - s[f"boundary_{which}"] * held_twice // s["layers"] if kind == "keep" else 0
+        for which in ("kept", "mb")
+    )
     again = s["prefix_mb"] + s["boundary_mb"] * anew // s["layers"]  # with keys and values that were computed anew
-    consumed = {"keep": waiting, "offload": s["prefix_layer"], "recompute": again}[kind]
-    consumed += 0 if kind == "offload" else s["prefix_again"]
-    dropped = kind == "keep" and s["some_dropped"]  # which are computed again once the kept ones are gone
     always = {name: s[name] for name in ("snapshot", "engine_other", "other")}
     kept = {"engine_weights": policy.weight_sharing, "rollout_kv": policy.engine_release}
     kept["reference"] = policy.reference_paging or not w.reference
@@ -479,10 +477,26 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
         held = always | more
         return Window(phase, name, held | {"other": held.pop("other") + work})
 
-    kv, actor = {"rollout_kv": s["rollout_kv"]}, {"actor_boundary": boundary}
-    frozen = {"reference_boundary": boundary} if w.reference else {}
+    def training(base: dict[str, int], saved: int, when: str = "") -> Iterator[Window]:
+        """Suffixes and backward of a micro-batch, beside prefixes that keep `saved` bytes in all."""
+        # The suffixes' backward leaves gradients at the boundary; the prefix's gathers them once more before it starts.
+        work, more = s["boundary_work"] + s["parameter_work"], {"suffix_activations": s["suffix"]}
+        yield window("2", f"actor suffix{when}", work + s["logits_work"], **base, prefix_activations=saved, **more)
+        if policy.recompute_layers:  # otherwise what a backward pass frees is more than what it computes
+            more = {"suffix_activations": s["suffix_again"]}
+            yield window(
+                "2", f"suffix backward{when}", work + s["suffix_work"], **base, prefix_activations=saved, **more
+            )
+        consumed = {"keep": saved, "offload": s["prefix_layer"], "recompute": again}[kind]  # offloaded: layer by layer
+        consumed += 0 if kind == "offload" else s["prefix_again"]
+        work += s["boundary_work"] + s["prefix_work"]
+        yield window("2", f"prefix backward{when}", work, **base, prefix_activations=consumed)
+
+    kv, actor = {"rollout_kv": s["rollout_kv"]}, {"actor_boundary": s["boundary_kept"]}
+    frozen = {"reference_boundary": s["boundary"]} if w.reference else {}
     reference, tokens, gradient = ({name: s[name]} for name in ("reference", "logprobs", "gradient"))
-    update = gradient | {"optimizer_state": s["workspace"]}
+    update, base = gradient | {"optimizer_state": s["workspace"]}, tokens | gradient
+    produced = s["prefix_mb"] if kind == "offload" else waiting  # a GPU saves faster than copies leave it
     yield window("start-up", "engine and optimizer start", **update)
     if not ahead:
         yield window("1", "rollout", **kv)
@@ -494,20 +508,13 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
         rest = actor | {"prefix_activations": waiting} if ahead else {}
         work = max(s["logits_work"] + s["softmax"], 0 if ahead else s["prefix_work"])
         yield window("2", "reference suffix", work, **rest, **frozen, **tokens, **reference)
-    base = actor | tokens | gradient
-    if not ahead:
-        yield window("2", "actor prefix", s["prefix_work"], **base, prefix_activations=produced)
-    # The suffixes' backward leaves gradients at the boundary; the prefix's gathers them once more before it starts.
-    work, more = s["boundary_work"] + s["parameter_work"], {"suffix_activations": s["suffix"]}
-    yield window("2", "actor suffix", work + s["logits_work"], **base, prefix_activations=waiting, **more)
-    if policy.recompute_layers:  # otherwise what a backward pass frees is more than what it computes
-        more = {"suffix_activations": s["suffix_again"]}
-        yield window("2", "suffix backward", work + s["suffix_work"], **base, prefix_activations=waiting, **more)
-    work += s["boundary_work"] + s["prefix_work"]
-    yield window("2", "prefix backward", work, **base, prefix_activations=consumed)
-    if dropped:
-        left = base | {"actor_boundary": s["boundary_left"], "prefix_activations": again + s["prefix_again"]}
-        yield window("2", "backward of a dropped prefix", work, **left)
+    if ahead:
+        yield from training(base | actor, waiting)
+    if not ahead or s["some_later"]:  # micro-batch by micro-batch, once those that waited are gone
+        when, base = " of a later prefix" * ahead, base | {"actor_boundary": s["boundary_mb"]}
+        saved = s["prefix_mb"] if kind == "offload" else own
+        yield window("2", f"actor prefix{when}", s["prefix_work"], **base, prefix_activations=saved)
+        yield from training(base, own, when)
     yield window("3", "optimizer", **update)
 
 
@@ -537,7 +544,8 @@ def _formulas(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Me
     shard = f"{held.numel / 1e9:.3f} B parameters of a training shard"
     again = policy.recompute_layers
     a_layer, kept = (b * d.hidden, ", a layer at a time again") if again else (layer_bytes(d, w), "")
-    patch, at_once = vision_bytes(hf_config, w, again), passes(w, policy, groups)
+    tower_again = policy.recompute_vision and policy.activations == "keep" and w.overlap == "prefix"
+    patch, at_once = vision_bytes(hf_config, w, again or tower_again), passes(w, policy, groups)
     patches = 4 * visual_share(at_once.waiting if policy.activations == "keep" else at_once.batch, train_tp)
     prefix = f"{a_layer} B a token and layer x {d.layers} x {tokens} + {patch} B a patch x {patches}"
     state = "" if policy.state_offload else f"12 B x {shard}, always, and "
@@ -680,11 +688,14 @@ def _changes(p: Plan, hbm_bytes: float) -> Iterator[Change]:
     enough = sum(tokens >= FULL_TOKENS for tokens in _halves(w.micro_tokens, 1024)[1:])
     yield from smaller[:enough]
     if policy.activations == "keep":
-        groups, cost = w.prompts * p.train_tp // p.world, "a second forward pass of "
+        groups = w.prompts * p.train_tp // p.world
+        if w.overlap == "prefix" and not policy.recompute_vision and not policy.recompute_layers:
+            text, cost = "--memory.recompute-vision", "a second forward pass of the vision tower"
+            yield change(text, cost, recompute_vision=True)
         for tokens in (groups // k * w.prompt_tokens for k in (2, 4) if not policy.keep_tokens):
             make = partial(_keep, tokens=tokens)
-            yield Change(f"--memory.keep-tokens {tokens}", cost + "the other actor prefixes", make)
-        text, cost = "--memory.activations recompute", cost + "each actor prefix"
+            yield Change(f"--memory.keep-tokens {tokens}", "the other actor prefixes run after the rollout", make)
+        text, cost = "--memory.activations recompute", "a second forward pass of each actor prefix"
         yield change(text, cost, activations="recompute", keep_tokens=0)
     yield from smaller[enough:]
     if not policy.recompute_layers:
@@ -771,6 +782,7 @@ class Settings:
     micro_tokens: int
     activations: str
     keep_tokens: int
+    recompute_vision: bool
     recompute_layers: bool
     kv_cache_gib: float
     max_num_seqs: int
@@ -798,8 +810,8 @@ def choose(
     Preferred in this order: a small rollout TP, a small train TP, half of the responses or more at once, many tokens at
     once up to FULL_TOKENS, activations kept rather than some of them or none, more responses, more tokens. Layers are
     computed again only where nothing else fits, and activations offloaded only where that does not either. `given`
-    ({field of CHOSEN: value}) stays as it is; the same fields of `workload` and `policy` do not count, but for
-    recompute_layers. Raises ValueError with a verdict, or naming a given value that cannot be.
+    ({field of CHOSEN: value}) stays as it is; the same fields of `workload` and `policy` do not count, but for what is
+    recomputed. Raises ValueError with a verdict, or naming a given value that cannot be.
     """
     given = dict(given or {})
     assert set(given) <= set(CHOSEN), f"given: expected some of {CHOSEN}, got {tuple(given)}"
@@ -842,13 +854,15 @@ def _candidates(hf_config, world: int, workload: Workload, policy: MemoryConfig,
             own["max_num_batched_tokens"] = max(4096, memory.align(workload.prompt_tokens))
             own |= {name: given[name] for name in own if name in given}
             step = replace(workload, micro_tokens=micro_tokens, max_num_seqs=seqs, **own)
-            keep = given.get("keep_tokens", 0)
+            keep, tower = given.get("keep_tokens", 0), given.get("recompute_vision", policy.recompute_vision)
             if kind == "some":  # at least a micro-batch, in whole prompts; _settings() finds out how many
                 keep = memory.align(max(micro_tokens, step.prompt_tokens), step.prompt_tokens)
+                tower = given.get("recompute_vision", not layers)  # takes less room
                 if step.overlap == "none" or keep >= groups * step.prompt_tokens:
                     continue  # the same as all
             activations = "keep" if kind == "some" else kind
-            residency = replace(policy, activations=activations, keep_tokens=keep, recompute_layers=layers)
+            recomputed = dict(recompute_vision=tower, recompute_layers=layers)
+            residency = replace(policy, activations=activations, keep_tokens=keep, **recomputed)
             try:
                 yield plan(hf_config, world, train_tp, rollout_tp, step, residency)
             except ValueError as error:
@@ -898,9 +912,8 @@ def _settings(p: Plan, room: float, given: dict) -> Settings:
         rounded = p.replan(kv_cache_gib=math.ceil(4 * p.kv_bytes / GIB) / 4)
         p = rounded if fits(rounded, room) else p.replan(kv_cache_gib=p.kv_bytes / GIB)
     if p.policy.keep_tokens and "keep_tokens" not in given:
-        some, one = p, w.prompt_tokens
-        most = _largest(lambda k: fits(some.replan(keep_tokens=k * one), room), p.policy.keep_tokens // one, groups - 1)
-        p = p.replan(keep_tokens=most * one)
+        fixed = p.policy.recompute_layers or "recompute_vision" in given
+        p = _keeping_most(p, groups, room, [p.policy.recompute_vision] if fixed else [False, True])
     if "chunk_mib" not in given:
         larger = (p.replan(chunk_mib=chunk) for chunk in (512.0, 256.0, 128.0))
         p = next((q for q in larger if q.peak().phase in ("1", "2")), p)
@@ -910,6 +923,25 @@ def _settings(p: Plan, room: float, given: dict) -> Settings:
     degrees, w = {"train_tp": p.train_tp, "rollout_tp": p.rollout_tp}, p.workload
     chosen = degrees | {name: getattr(w if hasattr(w, name) else p.policy, name) for name in CHOSEN[2:]}
     return Settings(**chosen, offload_gib=offload, plan=p, reasons=reasons)
+
+
+def _keeping_most(p: Plan, groups: int, room: float, towers: list[bool]) -> Plan:
+    """With as many whole prompts kept as fit, all `groups` of them perhaps; the vision tower as one of `towers` says,
+    whichever spares the time after the rollout more matrix products. `p` fits."""
+    vision, w = p.hf_config.vision_config, p.workload
+    d, wide = _dims(p.hf_config, 1), vision.hidden_size
+    language = w.prompt_tokens * d.layers * d.hidden * (2 * d.query + 2 * d.kv + 3 * d.inner)
+    tower = 4 * w.visual_tokens * vision.depth * wide * (4 * wide + 3 * vision.intermediate_size)
+    at_once, found = max(1, w.micro_tokens // w.prompt_tokens), []
+    for again in towers:
+
+        def kept(k: int, again: bool = again) -> Plan:
+            return p.replan(keep_tokens=k * w.prompt_tokens if k < groups else 0, recompute_vision=again)
+
+        most = _largest(lambda k, kept=kept: fits(kept(k), room), p.policy.keep_tokens // w.prompt_tokens, groups)
+        whole = most if most == groups else most // at_once * at_once  # micro-batches
+        found += [(whole * (language + (0 if again else tower)), kept(most))] if most else []
+    return max(found, key=lambda pair: pair[0])[1]
 
 
 def _reasons(p: Plan, groups: int) -> dict[str, str]:
@@ -922,8 +954,11 @@ def _reasons(p: Plan, groups: int) -> dict[str, str]:
     )[policy.activations]
     kept = dict(keep="all of them").get(policy.activations, "none of them is kept")
     if policy.keep_tokens:
-        activations = "as many as fit beside decode; the others are computed twice"
+        activations = "as many as fit beside decode; the others are computed after it"
         kept = f"{policy.keep_tokens / w.prompt_tokens:.3g} of the {groups} prompts of a replica fit"
+    tower = "what it saves fits" if w.overlap == "prefix" else "no prefix waits beside decode"
+    if policy.recompute_vision:
+        tower = "more prefixes can be kept: that spares more than a second pass of the tower costs"
     layers = "what the layers of one micro-batch save fits"
     if policy.recompute_layers:
         layers = "as given, or nothing fits without: one more forward pass, layer by layer, in each backward"
@@ -934,6 +969,7 @@ def _reasons(p: Plan, groups: int) -> dict[str, str]:
         micro_tokens=f"{most}, at once: some {FULL_TOKENS} keep a GPU busy",
         activations=activations,
         keep_tokens=kept,
+        recompute_vision=tower,
         recompute_layers=layers,
         kv_cache_gib=f"{w.max_num_seqs} responses at full length, a group's prompt once",
         max_num_seqs="all responses of an engine at once, up to 256, or as many as the KV cache has room for",

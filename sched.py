@@ -378,23 +378,25 @@ class Schedule:
                 self._reference_prefix(model, batch)
 
     def _actor_prefixes(self, batches: list[MicroBatch]) -> None:
+        """Those that may be kept; computing one that may not would spare Phase 2 nothing, which needs it once more."""
         with self.timeline.span("actor prefix"):
-            kept = 0  # prompt tokens
+            kept, most = 0, self.policy.keep_tokens if self.policy.activations == "keep" else 0  # prompt tokens
             for batch in batches:
                 kept += batch.tokens
-                self._actor_prefix(batch, kept)
+                if most and kept > most:
+                    break
+                self._actor_prefix(batch, waits=True)
 
     def _reference_prefix(self, model, batch: MicroBatch) -> None:
         batch.reference = model.prefix(batch.samples)
         self._count("reference_boundary", batch.reference.leaves())
 
-    def _actor_prefix(self, batch: MicroBatch, kept: int) -> None:
-        """What autograd saves stays on the device, leaves it as it is produced, or is not saved at all. kept: prompt
-        tokens of the prefixes that would stay there."""
-        kind, most = self.policy.activations, self.policy.keep_tokens or kept
-        keep = kind == "offload" or (kind == "keep" and kept <= most)
+    def _actor_prefix(self, batch: MicroBatch, waits: bool) -> None:
+        """What autograd saves stays on the device, leaves it as it is produced, or is not saved at all. waits: for its
+        suffixes beside other prefixes, rather than for the next moment."""
+        kind, again = self.policy.activations, waits and self.policy.recompute_vision
         with self.saved.offloaded() if kind == "offload" else self.saved.counted("prefix_activations"):
-            batch.actor = self.actor.prefix(batch.samples, keep)
+            batch.actor = self.actor.prefix(batch.samples, keep=kind != "recompute", recompute_vision=again)
         self._count("actor_boundary", batch.actor.leaves())
 
     def _count(self, tag: str, tensors: list[torch.Tensor]) -> None:
@@ -458,7 +460,7 @@ class Schedule:
             for batch in batches:
                 if batch.actor is None:
                     with self.timeline.span("actor prefix"):
-                        self._actor_prefix(batch, batch.tokens)
+                        self._actor_prefix(batch, waits=False)
                 for run in batch.passes(self.micro_tokens):
                     self._suffix_gradients(batch, run, loss)
                 with self.timeline.span("backward"), self.saved.counted("prefix_activations"):

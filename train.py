@@ -263,7 +263,8 @@ def parse(argv: list[str], chosen: plan.Settings | None = None) -> Config:
 def _with(config: Config, chosen: plan.Settings) -> Config:
     """`config` with what the planner chose; flags on the command line still override it."""
     sizes = {name: getattr(chosen, name) for name in ("kv_cache_gib", "max_num_seqs", "max_num_batched_tokens")}
-    residency = {name: getattr(chosen, name) for name in ("activations", "keep_tokens", "recompute_layers")}
+    fields = "activations", "keep_tokens", "recompute_vision", "recompute_layers"
+    residency = {name: getattr(chosen, name) for name in fields}
     residency |= dict(offload_gib=chosen.offload_gib or config.memory.offload_gib)
     return replace(
         config,

@@ -113,8 +113,13 @@ def check(trainer: "train.Trainer") -> None:
         trainer.actor.recompute_layers = layers
         runs.append((f"prefix, {activations}, layers {layers}", run_step(trainer, "prefix", state, 0)))
     runs.append(("none, layers True", run_step(trainer, "none", state, 0)))
-    trainer.schedule.policy, trainer.actor.recompute_layers = replace(own, activations="keep", keep_tokens=300), False
-    runs.append(("prefix, one of three micro-batches kept", run_step(trainer, "prefix", state, 0)))
+    trainer.actor.recompute_layers = False
+    for tower, tokens in ((False, 300), (True, 300), (True, 0)):
+        some = replace(own, activations="keep", keep_tokens=tokens, recompute_vision=tower)
+        trainer.schedule.policy = some
+        runs.append((f"prefix, {tokens or 'all'} tokens kept, tower {tower}", run_step(trainer, "prefix", state, 0)))
+    counts = [sum(e["name"] == "actor prefix" for e in run["events"]) for _, run in runs[-3:]]
+    assert counts == [3, 3, 1]  # two of the three micro-batches after the rollout, and a span around the others
     trainer.schedule.policy = own
     runs += chosen_partitions(trainer, state)
     assert trainer.pool.lent_bytes == 0 < trainer.pool.lent_peak_bytes  # offload used the pool, and gave all back

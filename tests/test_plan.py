@@ -81,14 +81,14 @@ STEPS = [((4, 8, 12), 150, 1, 4, 20), ((2, 8, 8), 80, 2, 8, 30), ((3, 8, 8), 90,
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_formulas_equal_what_autograd_saves(ranks, torchrun):
-    """Prefix, suffix and boundary of real models of several shapes, FP32 and BF16, fused and split QKV, whole or with
-    layers that keep only their input: within 0.1 %. Token ids and masks are left out, where the ledger counts them too
-    up to 30 bytes a token."""
+    """Prefix (also one that keeps only the inputs of the tower's blocks), suffix and boundary of real models of several
+    shapes, FP32 and BF16, fused and split QKV, whole or with layers that keep only their input: within 0.1 %. Token ids
+    and masks are left out, where the ledger counts them too up to 30 bytes a token."""
     lines = torchrun(Path(__file__), ranks=ranks).stdout.splitlines()
     measured = [json.loads(line) for line in lines if line.startswith('{"case"')]
     assert len(measured) == 4 * len(SHAPES) * len(STEPS)
     for entry in measured:
-        for name in ("prefix", "suffix"):
+        for name in ("prefix", "waiting prefix", "suffix"):
             assert entry[name][0] == pytest.approx(entry[name][1], rel=1e-3), (name, entry)
         for name in ("boundary", "frozen boundary"):
             assert entry[name][0] == entry[name][1], (name, entry)
@@ -199,15 +199,18 @@ def _measure_step(config, model, arena, regions: tuple, step: tuple, dtype: str,
         prefix = model.prefix(samples)
     with _Saved([*known, *prefix.leaves()]) as in_suffix:
         kept = model.suffix(prefix, responses, lengths, 1.0)
+    with _Saved(known) as in_waiting:
+        waiting = model.prefix(samples, recompute_vision=True)
     with torch.no_grad():
         frozen = model.prefix(samples)
     again = model.recompute_layers
     planned = plan.prefix_bytes(config, w, tp, again), n * s * plan.suffix_token_bytes(config, w, tp, again)
-    planned += (plan.boundary_bytes(config, w, tp),) * 2
+    planned += (plan.boundary_bytes(config, w, tp),) * 2 + (plan.prefix_bytes(config, w, tp, again, True),)
+    assert waiting.attached
     assert all(own.requires_grad for own in kept)  # still there while counting
     counted = in_prefix.nbytes, in_suffix.nbytes, _distinct_bytes(prefix.leaves()), _distinct_bytes(frozen.leaves())
-    counted = _most(counted)
-    names = "prefix", "suffix", "boundary", "frozen boundary"
+    counted = _most((*counted, in_waiting.nbytes))
+    names = "prefix", "suffix", "boundary", "frozen boundary", "waiting prefix"
     found = {k: (prompts * p, c) for k, p, c in zip(names, planned, counted, strict=True)}
     return found | {"ledger": _through_the_ledger(config, model, arena, samples, responses, w, tp)}
 
@@ -266,15 +269,16 @@ def test_device_changes_only_what_its_kernels_save():
 
 def _walk(p: plan.Plan, state: dict) -> dict[str, int]:
     """Peak of each phase by taking every step of sched.py's schedule one object at a time, all prompts of full length;
-    no temporaries. Under "dropped" the peak while a prefix goes backward of which only the boundary was kept."""
+    no temporaries. Under "later" the peak around prefixes that could not wait beside decode."""
     w, policy, peaks, held = p.workload, p.policy, {}, {}
     groups, mb = w.prompts * p.train_tp // p.world, max(1, w.micro_tokens // w.prompt_tokens)
     sizes = [min(mb, groups - i) for i in range(0, groups, mb)]
     config, tp, kind, again = p.hf_config, p.train_tp, policy.activations, policy.recompute_layers
     edge, saved = plan.boundary_bytes(config, w, tp), plan.prefix_bytes(config, w, tp, again)
-    kept = saved - (0 if again else edge * 27 // 28)
-    most, ahead = policy.keep_tokens or groups * w.prompt_tokens, w.overlap == "prefix"
-    keeps = [(sum(sizes[: i + 1]) if ahead else sizes[i]) * w.prompt_tokens <= most for i in range(len(sizes))]
+    held_twice = 0 if again else edge * 27 // 28
+    waiting = plan.prefix_bytes(config, w, tp, again, policy.recompute_vision) - held_twice
+    most, ahead = (kind == "keep" and policy.keep_tokens) or groups * w.prompt_tokens, w.overlap == "prefix"
+    waits = [ahead and sum(sizes[: i + 1]) * w.prompt_tokens <= most for i in range(len(sizes))]
 
     def put(phase: str, tag: str, nbytes: int) -> None:
         held[tag] = held.get(tag, 0) + nbytes
@@ -285,20 +289,20 @@ def _walk(p: plan.Plan, state: dict) -> dict[str, int]:
         if policy.reference_paging:
             put(phase, "reference", sign * state["reference"])
 
-    def prefix(phase: str, size: int, keep: bool) -> None:
+    def prefix(phase: str, size: int, kept: int) -> None:
         put(phase, "actor_boundary", size * edge)
-        if kind == "keep" and keep:
+        if kind == "keep":
             put(phase, "prefix_activations", size * kept)
         if kind == "offload":  # all of it at once, then gone
             put(phase, "prefix_activations", size * saved)
             put(phase, "prefix_activations", -size * saved)
 
-    def suffixes(size: int, token_bytes: int) -> None:
+    def suffixes(phase: str, size: int, token_bytes: int) -> None:
         left, whole = size * w.n, max(1, w.micro_tokens // w.response_tokens)  # responses
         while left > 0:
             tokens = min(left, whole) * w.response_tokens
-            put("2", "suffix_activations", tokens * token_bytes)
-            put("2", "suffix_activations", -tokens * token_bytes)
+            put(phase, "suffix_activations", tokens * token_bytes)
+            put(phase, "suffix_activations", -tokens * token_bytes)
             left -= whole
 
     put("1", "snapshot", state["snapshot"])
@@ -311,8 +315,8 @@ def _walk(p: plan.Plan, state: dict) -> dict[str, int]:
         for size in sizes:
             put("1", "reference_boundary", size * edge)
         reference("1", -1)
-        for size, keep in zip(sizes, keeps, strict=True):
-            prefix("1", size, keep)
+        for size in (size for size, beside in zip(sizes, waits, strict=True) if beside):
+            prefix("1", size, waiting)
     if policy.engine_release:
         put("2", "rollout_kv", -p.kv_bytes)
         del peaks["2"]
@@ -324,23 +328,23 @@ def _walk(p: plan.Plan, state: dict) -> dict[str, int]:
         put("2", "reference_boundary", -size * edge)
     reference("2", -1)
     put("2", "gradient", state["gradient"])
-    for size, keep in zip(sizes, keeps, strict=True):
-        if not ahead:
-            prefix("2", size, keep)
-        suffixes(size, plan.suffix_token_bytes(config, w, tp, again))
+    for size, beside in zip(sizes, waits, strict=True):
+        phase, kept = "later" if ahead and not beside else "2", waiting if beside else saved - held_twice
+        if not beside:
+            prefix(phase, size, kept)
+        suffixes(phase, size, plan.suffix_token_bytes(config, w, tp, again))
         if again:
-            suffixes(size, plan.suffix_again_token_bytes(config, w, tp))
+            suffixes(phase, size, plan.suffix_again_token_bytes(config, w, tp))
         second = saved + edge // (1 if again else 28)  # keys and values too, in all layers or in the last
-        kept_here = kind == "keep" and keep
-        consumed = 0 if kept_here else size * (state["layer"] if kind == "offload" else second)
+        consumed = 0 if kind == "keep" else size * (state["layer"] if kind == "offload" else second)
         consumed += size * plan.prefix_again_bytes(config, w, tp) if again and kind != "offload" else 0
-        put("2" if kept_here or kind != "keep" else "dropped", "prefix_activations", consumed)
-        put("2", "prefix_activations", -consumed - (size * kept if kept_here else 0))
-        put("2", "actor_boundary", -size * edge)
+        put(phase, "prefix_activations", consumed)
+        put(phase, "prefix_activations", -consumed - (size * kept if kind == "keep" else 0))
+        put(phase, "actor_boundary", -size * edge)
     put("3", "logprobs", -held["logprobs"])
     del peaks["3"]
     put("3", "workspace", state["workspace"])
-    return peaks | {"2": max(peaks["2"], peaks.get("dropped", 0))}
+    return peaks | {"2": max(peaks.get("2", 0), peaks.get("later", 0))}
 
 
 def _state(config, w: Workload, off: str | None = None, kv_bytes: int = 0) -> dict:
@@ -375,30 +379,32 @@ def test_peaks_equal_a_walk_through_the_step(off, overlap, activations, layers):
 
 
 @pytest.mark.parametrize("overlap", ["none", "prefix"])
-@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("again", ["none", "vision", "layers"])
 @pytest.mark.parametrize("micro_tokens", [1000, 2000, 4000])
-def test_kept_prefixes_equal_a_walk_through_the_step(overlap, layers, micro_tokens):
+def test_kept_prefixes_equal_a_walk_through_the_step(overlap, again, micro_tokens):
     """--memory.keep-tokens: exactly in whole micro-batches; in between at least what is kept, since shorter
     prompts would fill it, and never less for more."""
     config = configs.load_config("qwen2.5-vl-7b")
     w = Workload(8, 8, 1000, 1000, 40, micro_tokens, overlap=overlap, device="cpu")
     state, totals = _state(config, w), {}
+    recomputed = dict(recompute_vision=again == "vision", recompute_layers=again == "layers")
     for keep in range(500, 8501, 500):
-        p = plan.plan(config, 4, 4, 2, w, MemoryConfig(keep_tokens=keep, recompute_layers=layers))
+        p = plan.plan(config, 4, 4, 2, w, MemoryConfig(keep_tokens=keep, **recomputed))
         planned = {phase: p.peak(phase).total for phase in "123"}
-        planned |= {x.name.split()[-2]: x.total for x in p.windows if x.name == "backward of a dropped prefix"}
+        later = [x.total for x in p.windows if x.name.endswith("of a later prefix")]
+        planned |= {"later": max(later)} if later else {}
         walked, totals[keep] = _walk(p, state), planned
-        assert ("dropped" in planned) == ("dropped" in walked) == (keep < (micro_tokens if overlap == "none" else 8000))
-        if keep % micro_tokens == 0 or keep >= 8000:
+        assert ("later" in planned) == ("later" in walked) == (overlap == "prefix" and keep < 8000)
+        if keep % micro_tokens == 0 or keep >= 8000 or overlap == "none":
             assert planned == walked, keep
         else:
             assert all(planned[name] >= walked[name] for name in walked), keep
     for phase in "12":
         peaks = [planned[phase] for planned in totals.values()]
         assert peaks == sorted(peaks)
-        if overlap == "prefix" and not layers:
+        if overlap == "prefix" and again == "none":
             assert peaks[0] < peaks[-1]
-    everything = plan.plan(config, 4, 4, 2, w, MemoryConfig(recompute_layers=layers))
+    everything = plan.plan(config, 4, 4, 2, w, MemoryConfig(**recomputed))
     assert totals[8000] == totals[8500] == {phase: everything.peak(phase).total for phase in "123"}
 
 
@@ -524,7 +530,7 @@ def test_choose_fits_and_no_smaller_rollout_degree_does(name, world, gib):
         Workload(), micro_tokens=s.micro_tokens, kv_cache_gib=s.kv_cache_gib, max_num_seqs=s.max_num_seqs,
         max_num_batched_tokens=s.max_num_batched_tokens, chunk_mib=s.chunk_mib,
     )  # fmt: skip
-    policy = MemoryConfig(activations=s.activations, keep_tokens=s.keep_tokens)
+    policy = MemoryConfig(activations=s.activations, keep_tokens=s.keep_tokens, recompute_vision=s.recompute_vision)
     again = plan.plan(config, world, s.train_tp, s.rollout_tp, w, policy)
     assert again.peak_bytes == s.plan.peak_bytes <= gib * GIB * (1 - plan.RESERVE)
     assert set(s.reasons) >= {f.name for f in fields(s)} - {"plan", "reasons", "offload_gib"}
@@ -547,7 +553,7 @@ def test_choose_takes_the_papers_degrees_where_its_model_just_fits():
     s = plan.choose(config, 8, limit, 0, Workload())
     assert (s.train_tp, s.rollout_tp, s.activations, s.micro_tokens) == (8, 2, "recompute", 2048)
     s = plan.choose(config, 8, limit - 2, 0, Workload())
-    assert (s.train_tp, s.rollout_tp, s.activations, s.micro_tokens) == (8, 4, "recompute", 4096)
+    assert (s.train_tp, s.rollout_tp, s.activations, s.keep_tokens) == (8, 4, "keep", 4096)  # one prompt
     tight = s.plan.peak_bytes / (1 - plan.RESERVE / 2)  # would fit, but into half of the reserve
     assert plan.choose(config, 8, tight, 0, Workload()).plan.peak_bytes <= tight * (1 - plan.RESERVE)
 
@@ -569,6 +575,13 @@ def test_layers_are_computed_again_only_where_nothing_fits_without():
     assert [change.text for change in changes] == ["--memory.recompute-layers"] and fixed.policy.recompute_layers
 
 
+def test_the_vision_tower_is_computed_again_before_fewer_prompts_are_kept():
+    p = plan.plan(configs.load_config("qwen2.5-vl-7b"), 2, 2, 1, Workload(), MemoryConfig())
+    limit = p.replan(recompute_vision=True).peak_bytes
+    changes, fixed = plan.cheapest(p.replan(chunk_mib=16.0, kv_cache_gib=1.0), limit)
+    assert [change.text for change in changes] == ["--memory.recompute-vision"] and fixed.policy.recompute_vision
+
+
 def test_choose_keeps_as_many_prompts_as_fit():
     config, w = configs.load_config("qwen2.5-vl-7b"), Workload(prompt_tokens=1500, response_tokens=600)
     s = plan.choose(config, 2, 141 * GIB, 0, w, given=dict(train_tp=2))
@@ -577,6 +590,13 @@ def test_choose_keeps_as_many_prompts_as_fit():
     room = 141 * GIB * (1 - plan.RESERVE)
     assert s.plan.peak_bytes <= room < s.plan.replan(keep_tokens=s.keep_tokens + 1500).peak_bytes
     assert f"{s.keep_tokens // 1500} of the 32 prompts" in s.reasons["keep_tokens"]
+    assert s.recompute_vision  # so more of them: with the tower's activations too
+    whole = plan.choose(config, 2, 141 * GIB, 0, w, given=dict(train_tp=2, recompute_vision=False))
+    assert not whole.recompute_vision and 1.5 * whole.keep_tokens < s.keep_tokens
+    some = plan.choose(config, 2, 141 * GIB, 0, replace(w, prompts=16), given=dict(train_tp=2))
+    assert (some.activations, some.keep_tokens, some.recompute_vision) == ("keep", 0, True)  # all of them
+    text = plan.choose(config, 2, 141 * GIB, 0, replace(w, visual_tokens=0), given=dict(train_tp=2))
+    assert not text.recompute_vision  # there is nothing to spare
     few = plan.choose(config, 2, 141 * GIB, 0, replace(w, prompts=8), given=dict(train_tp=2))
     assert (few.activations, few.keep_tokens) == ("keep", 0)  # all of them
     serial = plan.choose(config, 2, 141 * GIB, 0, replace(w, overlap="none"), given=dict(train_tp=2))
@@ -633,7 +653,7 @@ def test_choose_says_why_it_cannot_leave_what_is_given(given, message):
 
 def test_keeping_fewer_prompts_is_named_before_keeping_none():
     config = configs.load_config("qwen2.5-vl-7b")
-    p = plan.plan(config, 2, 2, 1, Workload(), MemoryConfig())
+    p = plan.plan(config, 2, 2, 1, Workload(), MemoryConfig(recompute_vision=True))
     half = p.replan(keep_tokens=16 * 4096).peak_bytes
     for limit, tokens in ((half, 16 * 4096), (half - 1, 8 * 4096)):
         changes, fixed = plan.cheapest(p.replan(chunk_mib=16.0, kv_cache_gib=1.0), limit)
