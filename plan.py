@@ -51,6 +51,7 @@ TRAINER_RUNTIME_GIB, ENGINE_RUNTIME_GIB = 1.3, 3.0
 ENGINE_HOST_GIB, TRAINER_HOST_GIB = 3.0, 2.0
 FILLED = 8  # to multiples of which layers.py fills up an MLP's inner width (its ALIGN)
 FULL_TOKENS = 8192  # below some 8 to 16 thousand tokens at once an H200 waits for the host's launches (measured)
+ADMITTED_TOKENS = 8192  # an engine's prefill waits for the host's launches, however few prompts it has (measured)
 OFFLOAD_FACTOR = (
     1.2  # what two operations save is copied to the host twice (assumed; 1.09 to 1.16 when an MLP kept more)
 )
@@ -390,7 +391,8 @@ def _engine_other(hf_config, w: Workload, rollout_tp: int) -> int:
     """The engine's runtime, the activations of one step or of its vision tower, and FP32 logits of what it samples."""
     d, b = _dims(hf_config, rollout_tp), w.itemsize
     tokens = w.max_num_batched_tokens * b * (4 * d.hidden + 3 * d.inner)
-    vision = 4 * min(w.visual_tokens, w.max_num_batched_tokens) * b * 8 * hf_config.vision_config.hidden_size
+    visual = max(w.visual_tokens, w.max_num_batched_tokens * w.visual_tokens // w.prompt_tokens)
+    vision = 4 * min(visual, w.max_num_batched_tokens) * b * 8 * hf_config.vision_config.hidden_size
     logits = w.max_num_seqs * hf_config.text_config.vocab_size * (b + 3 * 4)
     return int(ENGINE_RUNTIME_GIB * GIB) + max(tokens, vision) + logits
 
@@ -911,6 +913,9 @@ def _settings(p: Plan, room: float, given: dict) -> Settings:
     if "kv_cache_gib" not in given:
         rounded = p.replan(kv_cache_gib=math.ceil(4 * p.kv_bytes / GIB) / 4)
         p = rounded if fits(rounded, room) else p.replan(kv_cache_gib=p.kv_bytes / GIB)
+    if "max_num_batched_tokens" not in given:
+        several = p.replan(max_num_batched_tokens=max(ADMITTED_TOKENS, w.max_num_batched_tokens))
+        p = several if fits(several, room) else p
     if p.policy.keep_tokens and "keep_tokens" not in given:
         fixed = p.policy.recompute_layers or "recompute_vision" in given
         p = _keeping_most(p, groups, room, [p.policy.recompute_vision] if fixed else [False, True])
@@ -973,7 +978,7 @@ def _reasons(p: Plan, groups: int) -> dict[str, str]:
         recompute_layers=layers,
         kv_cache_gib=f"{w.max_num_seqs} responses at full length, a group's prompt once",
         max_num_seqs="all responses of an engine at once, up to 256, or as many as the KV cache has room for",
-        max_num_batched_tokens="a whole prompt in one engine step",
+        max_num_batched_tokens=f"{w.max_num_batched_tokens // w.prompt_tokens} whole prompts in one engine step",
         chunk_mib="the largest up to 512 that leaves the peak to phase 1 or 2",
     )
 
