@@ -114,6 +114,8 @@ def step_figures(record: Record, events: list[dict]) -> dict[str, float | None]:
         "optimizer_s": optimizer_s,
         "optimizer_over_floor": optimizer_s / floor_s if optimizer_s and floor_s else None,
         "publish_s": _longest(trainers, ("publish",)),
+        "exchange_s": record.get("exchange_s"),
+        "exchange_share": record.get("exchange_share"),
         "kv_s": _longest(trainers, ("KV release", "KV restore")),
         "mfu": record.get("mfu"),
         "logprob_diff_mean": record["logprob_diff_mean"],
@@ -204,6 +206,8 @@ _FIGURES = (  # key, what it is, how to print it
     ("optimizer_s", "optimizer, s", ".4f", 1),
     ("optimizer_over_floor", "optimizer / its copies' floor", ".2f", 1),
     ("publish_s", "publication, s", ".4f", 1),
+    ("exchange_s", "of it the exchange, nothing beside it, s", ".4f", 1),
+    ("exchange_share", "rate of a plain copy from the neighbour that it reaches, %", ".0f", 100),
     ("kv_s", "KV release and remap, s", ".4f", 1),
     ("mfu", "MFU of prefixes and training, %", ".1f", 100),
     ("logprob_diff_mean", "Δ log p trainer, engine: mean", ".1e", 1),
@@ -371,6 +375,46 @@ def optimizer_floor_s(trainer) -> float | None:
     return _slowest(trainer, max(3 * total / count * statistics.median(found[1:]) for found in seconds))
 
 
+def exchange_figures(trainer) -> dict[str, float | None]:
+    """Seconds of the exchange of slabs with nothing beside it, and the share that it reaches of the rate at which
+    neighbours copy as many bytes to each other in large pieces: medians of five, the slowest rank's. Collective; the
+    exchange writes what is there already. None where a training shard is the whole rollout shard."""
+    import torch
+    import torch.distributed as dist
+
+    import memory
+
+    snapshot = trainer.snapshot
+    if (q := snapshot.plan.q) == 1:
+        return {"exchange_s": None, "exchange_share": None}
+    sharded = [slot for slot in snapshot.plan.slots if slot.logical.axis is not None]
+    nbytes = sum(slot.tensor(snapshot.bytes, snapshot.plan.dtype).nbytes for slot in sharded) * (q - 1) // q
+    piece = snapshot.bytes[: min(nbytes, 2**28)]
+    arrived, mine = torch.empty_like(piece), dist.get_rank(snapshot.group)
+    after, before = (dist.get_global_rank(snapshot.group, (mine + step) % q) for step in (1, -1))
+
+    def copy() -> None:
+        for _ in range(-(-nbytes // len(piece))):
+            out = dist.P2POp(dist.isend, piece, after, snapshot.group)
+            back = dist.P2POp(dist.irecv, arrived, before, snapshot.group)
+            for request in dist.batch_isend_irecv([out, back]):
+                request.wait()
+
+    def seconds(run) -> float:
+        found = []
+        for _ in range(6):  # the first connects
+            memory.synchronize()
+            dist.barrier(group=trainer.ranks.everyone)
+            start = time.perf_counter()
+            run()
+            memory.synchronize()
+            found.append(time.perf_counter() - start)
+        return _slowest(trainer, statistics.median(found[1:]))
+
+    exchange_s, copied = seconds(snapshot.exchange), -(-nbytes // len(piece)) * len(piece)
+    return {"exchange_s": exchange_s, "exchange_share": seconds(copy) * nbytes / copied / exchange_s}
+
+
 def _slowest(trainer, seconds: float) -> float:
     import torch.distributed as dist
 
@@ -402,7 +446,7 @@ def _vary_rewards(trainer) -> None:
     trainer.score = lambda pairs: [r + response.index % 2 for r, (_, response) in zip(score(pairs), pairs, strict=True)]
 
 
-def measure(trainer, log, workload: Workload, pairs: int, first: int, floor_s: float | None) -> int:
+def measure(trainer, log, workload: Workload, pairs: int, first: int, known: dict) -> int:
     """Alternate both schedules on one workload, a line a step; returns the number of the next step. Collective."""
     import train
 
@@ -414,7 +458,7 @@ def measure(trainer, log, workload: Workload, pairs: int, first: int, floor_s: f
             trainer.schedule.overlap = overlap
             metrics, _ = train.train_step(trainer, pair, 0, workload.lengths)
             metrics |= {"workload": workload.name, "overlap": overlap, "warm_up": pair == 0}
-            metrics |= {"prefixes_alone_s": alone_s, "optimizer_floor_s": floor_s}
+            metrics |= {"prefixes_alone_s": alone_s} | known
             log.step(first, metrics, trainer.timeline)
             first += 1
     return first
@@ -448,17 +492,19 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
     trainer.wait_for_engines()
     _watch_kv(trainer)
     _vary_rewards(trainer)
-    floor_s, step = optimizer_floor_s(trainer), 0
+    known, step = {"optimizer_floor_s": optimizer_floor_s(trainer)} | exchange_figures(trainer), 0
     trainer.loader.close()
     for workload, clip in zip(workloads, clips, strict=True):
         samples = decode_samples(trainer, clip)
         log.say(f"\n{describe(workload, samples)}")
         trainer.loader = _Prepared(samples)
-        step = measure(trainer, log, workload, args.pairs, step, floor_s)
+        step = measure(trainer, log, workload, args.pairs, step, known)
+        if ranks.rank == 0:  # also what is there if the run ends early
+            tables = report(run_dir, trainer, workloads, known)
     log.close()
     trainer.close()
     if ranks.rank == 0:
-        report(args, run_dir, trainer, workloads, floor_s)
+        show(run_dir, tables)
     dist.destroy_process_group()
 
 
@@ -473,8 +519,9 @@ def describe(workload: Workload, samples: list) -> str:
     )
 
 
-def report(args: Compare, run_dir: Path, trainer, workloads: list[Workload], floor_s: float | None) -> None:
-    """Print the tables, and write them to compare.md and, with every step's figures, to compare.json."""
+def report(run_dir: Path, trainer, workloads: list[Workload], known: dict) -> list[list[list[str]]]:
+    """The tables of what has been measured, also written to compare.md and, with every step's figures, to
+    compare.json."""
     import torch
 
     import memory
@@ -486,14 +533,19 @@ def report(args: Compare, run_dir: Path, trainer, workloads: list[Workload], flo
     command = f"torchrun --nproc-per-node {trainer.ranks.world} bench.py {' '.join(sys.argv[1:])}"
     results = compare_results(read_metrics(run_dir), events_by_step(run_dir))
     facts = {"command": command, "device": name, "ranks": trainer.ranks.world, "versions": versions}
-    facts |= {"config": asdict(trainer.config), "optimizer_floor_s": floor_s}
+    facts |= {"config": asdict(trainer.config)} | known
     facts |= {"workloads": [asdict(w) for w in workloads], "results": results}
     (run_dir / "compare.json").write_text(json.dumps(facts, indent=1))
     about = ", ".join([f"{trainer.ranks.world} ranks", name, *(f"{k} {v}" for k, v in versions.items())])
     tables = [headline(results), *map(details, results)]
     text = [f"`{command}`", about, _READ, *map(_markdown, tables)]
     (run_dir / "compare.md").write_text("\n\n".join(text) + "\n")
-    print(f"\n{about}\n{_READ}")
+    return tables
+
+
+def show(run_dir: Path, tables: list[list[list[str]]]) -> None:
+    """Print the tables."""
+    print(f"\n{_READ}")
     for table in tables:
         print()
         print_table(table)

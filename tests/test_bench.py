@@ -471,6 +471,7 @@ def test_comparison_with_real_engines(tmp_path, torchrun):
         measured = ("step_s", "rollout_s", "decode_s", "prefixes_alone_s", "optimizer_s", "publish_s", "kv_s")
         assert all(result[side][key][0] > 0 for side in ("none", "prefix") for key in measured)
         assert result["prefix"]["prefixes_s"][0] > 0 and result["prefix"]["prefixes_beside"][0] > 0
+        assert result["none"]["exchange_s"][0] > 0 and 0.01 < result["none"]["exchange_share"][0] < 10  # 2 ranks, q = 2
     assert "| 120/6 | " in (out / "compare.md").read_text()
     for line in ("120/6 none, warm-up: step 1/8", "150/4 prefix: step 8/8", "none / prefix"):
         assert line in done.stdout
