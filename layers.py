@@ -3,9 +3,14 @@
     Again       a layer keeps its input; backward computes it a second time, one layer at a time
     Packed      sequences of different lengths, end to end
     gated_mlp   down(silu(gate(x)) · up(x)) keeps gate(x) and up(x), half of what its parts would
+    rotate      the rotary embedding keeps cosines and sines
+
+What is elementwise in the last two is bound by memory's bandwidth, so on a GPU a kernel of ours (Triton) reads and
+writes each tensor once, in FP32 between. Beside its call stands the same in PyTorch's steps: a CPU runs these, and they
+say what the kernel has to compute (in BF16 they round in more places than it does).
 
 Run: python layers.py                     # what a gated MLP keeps, and its time
-Left out on purpose: fused kernels of our own.
+Left out on purpose: tuning the kernels as they run (it costs start-up time, and every run gets the same kernels).
 To trade memory for time otherwise, change what a forward pass saves here; plan.py has the bytes.
 """
 
@@ -14,6 +19,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 import memory
 
@@ -68,19 +75,18 @@ class _GatedMLP(torch.autograd.Function):
         up = F.linear(x, _filled(up_weight), _filled(up_bias))
         ctx.save_for_backward(x, gate, up, gate_weight, up_weight, down_weight)
         ctx.biased = [bias is not None for bias in (gate_bias, up_bias, down_bias)]
-        return F.linear(F.silu(gate) * up, _filled(down_weight, 1), down_bias)
+        return F.linear(_gated(gate, up), _filled(down_weight, 1), down_bias)
 
     @staticmethod
     def backward(ctx, grad):
         x, gate, up, gate_weight, up_weight, down_weight = ctx.saved_tensors
-        inner, silu = len(gate_weight), F.silu(gate)
-        d_down = (grad.t() @ (silu * up))[:, :inner]
-        d_inner = grad @ _filled(down_weight, 1)
-        d_up = d_inner * silu
-        d_gate = torch.ops.aten.silu_backward(d_inner.mul_(up), gate)
+        width = len(gate_weight)
+        d_gate, d_up, inner = _gated_backward(grad @ _filled(down_weight, 1), gate, up)
+        d_down = (grad.t() @ inner)[:, :width]
+        del inner  # its memory is free for what follows
         dx = torch.addmm(d_gate @ _filled(gate_weight), d_up, _filled(up_weight))
-        weights = (d_gate.t() @ x)[:inner], (d_up.t() @ x)[:inner], d_down
-        sums = d_gate[:, :inner], d_up[:, :inner], grad
+        weights = (d_gate.t() @ x)[:width], (d_up.t() @ x)[:width], d_down
+        sums = d_gate[:, :width], d_up[:, :width], grad
         biases = [values.sum(0) if biased else None for values, biased in zip(sums, ctx.biased, strict=True)]
         return dx, *(part for pair in zip(weights, biases, strict=True) for part in pair)
 
@@ -88,6 +94,126 @@ class _GatedMLP(torch.autograd.Function):
 def _filled(weight: torch.Tensor | None, dim: int = 0) -> torch.Tensor | None:
     missing = 0 if weight is None else -weight.shape[dim] % ALIGN
     return F.pad(weight, (0, 0) * (weight.dim() - 1 - dim) + (0, missing)) if missing else weight
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up"""
+    return _gated_fused(gate, up) if gate.is_cuda else F.silu(gate) * up
+
+
+def _gated_fused(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(gate)
+    _flat(_gated_kernel, gate, up, out)
+    return out
+
+
+def _gated_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Gradients of gate and of up from that of silu(gate) · up, and silu(gate) · up again. `grad` is overwritten; gate
+    and up are not, since a second backward may need them."""
+    if grad.is_cuda:
+        return _gated_backward_fused(grad, gate, up)
+    silu = F.silu(gate)
+    inner = silu * up
+    d_up = silu.mul_(grad)
+    return torch.ops.aten.silu_backward(grad.mul_(up), gate), d_up, inner
+
+
+def _gated_backward_fused(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    d_gate, inner = torch.empty_like(gate), torch.empty_like(gate)
+    _flat(_gated_backward_kernel, grad, gate, up, d_gate, inner)
+    return d_gate, grad, inner
+
+
+def _flat(kernel, *tensors: torch.Tensor) -> None:
+    """Run an elementwise kernel over contiguous tensors of one size."""
+    n, block = tensors[0].numel(), 2048
+    assert all(t.is_contiguous() and t.numel() == n for t in tensors), "elementwise kernels go through memory in order"
+    kernel[(triton.cdiv(n, block),)](*tensors, n, BLOCK=block)
+
+
+@triton.jit
+def _gated_kernel(gate, up, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    g = tl.load(gate + at, inside).to(tl.float32)
+    u = tl.load(up + at, inside).to(tl.float32)
+    tl.store(out + at, g * tl.sigmoid(g) * u, inside)
+
+
+@triton.jit
+def _gated_backward_kernel(grad, gate, up, d_gate, inner, n, BLOCK: tl.constexpr):
+    """up's gradient takes the place of `grad`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    d = tl.load(grad + at, inside).to(tl.float32)
+    g = tl.load(gate + at, inside).to(tl.float32)
+    u = tl.load(up + at, inside).to(tl.float32)
+    sigmoid = tl.sigmoid(g)
+    silu = g * sigmoid
+    tl.store(inner + at, silu * u, inside)
+    tl.store(grad + at, d * silu, inside)
+    tl.store(d_gate + at, d * u * (sigmoid + silu * (1 - sigmoid)), inside)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int | None = None) -> torch.Tensor:
+    """Rotary embedding of x [..., H, D], cosine and sine [..., 1, D / 2] float32, in FP32 and rounded once to x's dtype
+    -> contiguous [..., H, D]. Only the first `heads` heads are rotated, if given; the others are copied."""
+    return _Rotate.apply(x, cos, sin, x.shape[-2] if heads is None else heads)
+
+
+class _Rotate(torch.autograd.Function):
+    """Saves cosines and sines: the gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, heads):
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
+        return _rotated(x, cos, sin, heads)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin, ctx.heads), None, None, None
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
+    if x.is_cuda:
+        return _rotated_fused(x, cos, sin, heads)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    a, b = x[..., :heads, :].chunk(2, -1)
+    left, right = out[..., :heads, :].chunk(2, -1)
+    torch.sub(a * cos, b * sin, out=left)
+    torch.add(b * cos, a * sin, out=right)
+    out[..., heads:, :] = x[..., heads:, :]
+    return out
+
+
+def _rotated_fused(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = x.shape[-1] // 2
+    cos, sin = (part.expand(*x.shape[:-2], 1, half).reshape(-1, half).contiguous() for part in (cos, sin))
+    rows = x.flatten(0, -3)  # a view of queries or keys within one tensor, if the leading dimensions allow it
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    strides = rows.stride(0), rows.stride(1)
+    _rotate_kernel[(len(rows),)](rows, cos, sin, out, *strides, heads, HEADS=x.shape[-2], HALF=half)
+    return out
+
+
+@triton.jit
+def _rotate_kernel(x, cos, sin, out, row_stride, head_stride, rotated, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """A program takes a row: all heads of a token, [HEADS, 2 · HALF], in a tile whose sides are powers of two."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
+    column = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+    inside = (head < HEADS) & (column < HALF)
+    c = tl.load(cos + row * HALF + column, column < HALF)
+    s = tl.load(sin + row * HALF + column, column < HALF)
+    source = x + row * row_stride + head.to(tl.int64) * head_stride + column
+    a = tl.load(source, inside).to(tl.float32)
+    b = tl.load(source + HALF, inside).to(tl.float32)
+    target = out + (row * HEADS + head) * 2 * HALF + column
+    tl.store(target, tl.where(head < rotated, a * c - b * s, a), inside)
+    tl.store(target + HALF, tl.where(head < rotated, b * c + a * s, b), inside)
 
 
 def time_and_bytes(run: Callable[[], torch.Tensor]) -> str:

@@ -32,7 +32,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 import memory
 from data import TEMPORAL, Media, patchify
-from layers import Again, Packed, gated_mlp, time_and_bytes
+from layers import Again, Packed, gated_mlp, rotate, time_and_bytes
 
 # s patches of all media, H heads, D head size, m the side of what is merged (2 patches), [.., 3] grids t × h × w.
 
@@ -225,36 +225,11 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, runs: Packed, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[s, hidden] -> [s, hidden]."""
-        qkv = self.attn.qkv(self.norm1(x)).unflatten(1, (3, self.heads, -1))
-        out = _attend(*_Rotate.apply(qkv, cos, sin).unbind(1), runs)
+        qkv = self.attn.qkv(self.norm1(x)).unflatten(1, (3 * self.heads, -1))
+        qkv = rotate(qkv, cos, sin, 2 * self.heads)  # values, behind queries and keys, pass through
+        out = _attend(*qkv.unflatten(1, (3, -1)).unbind(1), runs)
         x = x + self.attn.proj(out.flatten(1))
         return x + gated_mlp(self.norm2(x), self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj)
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotary embedding of queries and keys in FP32; values pass through, so that one tensor holds all three."""
-
-    @staticmethod
-    def forward(ctx, qkv, cos, sin):
-        """[s, 3, H, D], cosine and sine [s, 1, D / 2] -> [s, 3, H, D]."""
-        ctx.save_for_backward(cos, sin)
-        return _rotated(qkv, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None
-
-
-def _rotated(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    cos, sin = cos[:, None], sin[:, None]  # [s, 1, 1, D / 2]
-    out = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    a, b = qkv[:, :2].chunk(2, -1)
-    left, right = out[:, :2].chunk(2, -1)
-    torch.sub(a * cos, b * sin, out=left)
-    torch.add(b * cos, a * sin, out=right)
-    out[:, 2] = qkv[:, 2]
-    return out
 
 
 def _main() -> None:

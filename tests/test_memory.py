@@ -371,3 +371,20 @@ def test_a_run_that_needs_more_host_memory_than_there_is_stops_before_it_starts(
     said = done.stdout.split("rollplex stopped:")[1].split("\n")[0]
     assert "host memory: this host's ranks (2) need 2000" in said and "--memory.offload-gib" in said
     assert "exitcode  : 2" in done.stdout and not list((tmp_path / "run").glob("engine*.log"))
+
+
+@pytest.mark.gpu
+def test_peak_is_what_products_of_another_shape_nearly_reach():
+    held = torch.cuda.memory_reserved()
+    state, peak = torch.cuda.get_rng_state(), memory.peak_flops()
+    assert torch.cuda.memory_reserved() <= held + 64 * MIB  # the matrix library's workspace may stay
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    a, b = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((16384, 8192), (8192, 4096)))
+    a @ b
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(50):
+        a @ b
+    torch.cuda.synchronize()
+    rate = 50 * 2 * 16384 * 8192 * 4096 / (time.perf_counter() - start)
+    assert 0.7 * peak < rate < 1.1 * peak

@@ -72,9 +72,3 @@ def test_features_and_gradients_equal_transformers(inner, dtype, bar):
     ]:
         error = (a.double() - b.double()).norm() / b.double().norm()
         assert error <= bar, f"{name}: {error:.1e}"
-
-
-def test_rotation_has_its_exact_gradient():
-    qkv = torch.randn(4, 3, 2, 8, dtype=torch.double, requires_grad=True)
-    angle = torch.randn(4, 1, 4, dtype=torch.double)
-    assert torch.autograd.gradcheck(vision._Rotate.apply, (qkv, angle.cos(), angle.sin()))
