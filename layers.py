@@ -6,8 +6,8 @@
     rotate      the rotary embedding keeps cosines and sines
 
 What is elementwise in the last two is bound by memory's bandwidth, so on a GPU a kernel of ours (Triton) reads and
-writes each tensor once, in FP32 between. Beside its call stands the same in PyTorch's steps: a CPU runs these, and they
-say what the kernel has to compute (in BF16 they round in more places than it does).
+writes each tensor once. Beside its call stands the same in PyTorch's steps: a CPU runs these, and they say what the
+kernel has to compute. In BF16 forward rounds where they do, which is where the engine's kernels round, too.
 
 Run: python layers.py                     # what a gated MLP keeps, and its time
 Left out on purpose: tuning the kernels as they run (it costs start-up time, and every run gets the same kernels).
@@ -137,7 +137,8 @@ def _gated_kernel(gate, up, out, n, BLOCK: tl.constexpr):
     inside = at < n
     g = tl.load(gate + at, inside).to(tl.float32)
     u = tl.load(up + at, inside).to(tl.float32)
-    tl.store(out + at, g * tl.sigmoid(g) * u, inside)
+    silu = (g * tl.sigmoid(g)).to(out.dtype.element_ty).to(tl.float32)  # as PyTorch and the engine round
+    tl.store(out + at, silu * u, inside)
 
 
 @triton.jit
@@ -150,7 +151,7 @@ def _gated_backward_kernel(grad, gate, up, d_gate, inner, n, BLOCK: tl.constexpr
     u = tl.load(up + at, inside).to(tl.float32)
     sigmoid = tl.sigmoid(g)
     silu = g * sigmoid
-    tl.store(inner + at, silu * u, inside)
+    tl.store(inner + at, silu.to(inner.dtype.element_ty).to(tl.float32) * u, inside)  # as forward rounded it
     tl.store(grad + at, d * silu, inside)
     tl.store(d_gate + at, d * u * (sigmoid + silu * (1 - sigmoid)), inside)
 

@@ -964,6 +964,7 @@ class Log:
         self.config, self.ranks, self.begin = config, ranks, time.monotonic()
         if ranks.rank:
             return
+        memory.peak_flops()  # measured once: now, while nothing else uses the device
         self._path = run_dir / "metrics.jsonl"
         self._metrics = self._path.open("a")
         self._trace = sched.TraceFile(run_dir / "trace.json")
