@@ -374,17 +374,16 @@ def passes(w: Workload, policy: MemoryConfig, groups: int) -> Passes:
 
 
 def _prefix_work(hf_config, w: Workload, tp: int) -> int:
-    """Temporaries of a prefix pass of one prompt: one layer of the language model, or one block of the vision tower,
-    whose rotary embedding and norms are in FP32."""
-    d, b = _dims(hf_config, tp), w.itemsize
-    language = w.prompt_tokens * b * (3 * d.hidden + 4 * d.inner)
-    return max(language, 4 * visual_share(w, tp) * (4 * 8 + 3 * b) * hf_config.vision_config.hidden_size)
+    """Temporaries of a prefix pass of one prompt: one layer of the language model, or one block of the vision tower."""
+    d, v, b = _dims(hf_config, tp), hf_config.vision_config, w.itemsize
+    language = w.prompt_tokens * b * (3 * d.hidden + 3 * d.inner)
+    return max(language, 4 * visual_share(w, tp) * b * (6 * v.hidden_size + 3 * v.intermediate_size))
 
 
 def _suffix_work(hf_config, w: Workload, tp: int) -> int:
     """Temporaries of one layer of the language model in the backward of a suffix, for one response token."""
     d = _dims(hf_config, tp)
-    return w.itemsize * (3 * d.hidden + 4 * d.inner)
+    return w.itemsize * (3 * d.hidden + 3 * d.inner)
 
 
 def _engine_other(hf_config, w: Workload, rollout_tp: int) -> int:
