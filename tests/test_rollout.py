@@ -440,7 +440,7 @@ def test_groups_are_admitted_as_they_fit(policy, tmp_path):
     config = replace(CONFIG, max_num_batched_tokens=256, max_num_seqs=64)
     prompts = [[40 + i] * (150 if i in (3, 7) else 20) for i in range(10)]
     requests = [Request(str(i), ids, [], 2, seed=i, lengths=(4, 4)) for i, ids in enumerate(prompts)]
-    small, large = [requests[i] for i in (0, 1, 2, 4, 5, 6, 8)], [requests[i] for i in (0, 1, 3, 7, 8)]
+    small, large = [requests[i] for i in (0, 1, 2, 4, 5, 6, 8)], [requests[i] for i in (0, 1, 3, 7, 8, 9)]
     forbidden, runs = configs.forbidden_ids(policy.config), []
     with EngineClient(
         config, policy.binding, engine=5, max_prompt_tokens=MAX_PROMPT, forbidden_ids=forbidden, run_dir=tmp_path
@@ -455,8 +455,9 @@ def test_groups_are_admitted_as_they_fit(policy, tmp_path):
     wait = ("preprocess", 1, 0)
     # Six small ones; the seventh and two tokens each of six.
     assert runs[0][:2] == ([wait, ("prefill", 1, 12), wait, ("prefill", 1, 14), ("decode", 3, 30)], 0)
-    # Two small ones and a large one: 252 of 256. The next large one and a small one: 212 of 250.
-    assert runs[1][:2] == ([wait, ("prefill", 1, 6), wait, ("prefill", 1, 10), ("decode", 3, 24)], 2 * 128)
+    # Two small ones and a large one, 252 of 256; a large one and a small one, 212 of 250; the last would make it 252.
+    mixed = [wait, ("prefill", 1, 6), wait, ("prefill", 1, 10), wait, ("prefill", 1, 12), ("decode", 3, 20)]
+    assert runs[1][:2] == (mixed, 2 * 128)
     assert runs[2:] == runs[:2]
 
 
