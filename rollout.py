@@ -114,7 +114,7 @@ class RolloutConfig:
     """Most responses decoded at once by one engine; the others wait."""
     max_num_batched_tokens: int = 4096
     """Most tokens of one engine step: as many whole prompts as fit are prefilled together, which bounds the activation
-    memory of their vision tower and prefill. A prompt that does not fit is cut over steps (a GPU only)."""
+    memory of their vision tower and prefill. A prompt that does not fit is cut over steps; on a CPU vLLM fails then."""
     cpu_threads: int = 1
     """CPU only: cores of each engine worker; engine 0 takes the first, engine 1 the next, and around again."""
     start_timeout_s: float = 300.0
