@@ -4,7 +4,7 @@
     ┌──────────────────────────────┐  socketpair  ┌────────────────────────────────────────────┐
     │ EngineClient                 │ ─ commands ► │ reader thread ─► command queue             │
     │  generate  poll  wait  abort │              │ main thread, again and again:              │
-    │  publish   release_kv  stop  │              │   take commands, admit one prompt group,   │
+    │  publish   release_kv  stop  │              │   take commands, admit prompt groups,      │
     │  reader thread ◄─────────────│─ responses ─ │   one vLLM step, send what has finished    │
     └───────────────┬──────────────┘              └───────────────────┬────────────────────────┘
                     │ writes θk+1                                     │ TP 1: model in this process
@@ -16,11 +16,12 @@ no memory, maps the trainer's snapshot and puts a view of it behind each, so an 
 is written. What must be told is that the weights changed: publish() drops what was computed from the old ones. Weights
 may only be written while no request runs (barrier 3); publish() refuses otherwise.
 
-A prompt group costs one multimodal preprocessing, beside the step before, and one prefill: its N responses are N child
-requests that share the prompt's KV blocks, and each is sent the moment it finishes. Groups are admitted one a step in
-the order given, so a generate() call on an idle engine forms the same batches whenever it is repeated; each response
-also has its own random stream, derived from the request's seed and its index. What remains is the backend's dependence
-on batch shape (rounding in matrix products).
+A prompt group costs one multimodal preprocessing, beside earlier steps, and one prefill: its N responses are N child
+requests that share the prompt's KV blocks, and each is sent the moment it finishes. Groups are admitted in the order
+given, before a step as many as it computes whole, and waited for where their preprocessing is late: so a generate()
+call on an idle engine forms the same batches whenever it is repeated. Each response also has its own random stream,
+derived from the request's seed and its index; a GPU and a CPU draw different ones from it (_draw_in_one_kernel). What
+remains is the backend's dependence on batch shape (rounding in matrix products).
 
 Log-probabilities are those of the distribution that was sampled from: log_softmax((logits + bias) / temperature) in
 float32, bias before temperature, where bias is FORBIDDEN_BIAS for the forbidden ids and 0 elsewhere (vLLM 0.26,
@@ -60,6 +61,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,6 +86,7 @@ import weights  # noqa: E402
 FORBIDDEN_BIAS = -100.0  # the trainer adds the same, so that both compute the same function
 HEARTBEAT_S = 2.0  # a generating engine reports at least this often, so that silence means trouble
 REAP_S = 5.0  # how long an exit may take before it is forced
+AHEAD = 16  # prompt groups preprocessed before their turn; each holds its pixels, 27 MB for 1500 tokens
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,8 @@ class RolloutConfig:
     max_num_seqs: int = 64
     """Most responses decoded at once by one engine; the others wait."""
     max_num_batched_tokens: int = 4096
-    """Most tokens of one engine step: bounds a prefill and its activation memory."""
+    """Most tokens of one engine step: as many whole prompts as fit are prefilled together, which bounds the activation
+    memory of their vision tower and prefill. A prompt that does not fit is cut over steps; on a CPU vLLM fails then."""
     cpu_threads: int = 1
     """CPU only: cores of each engine worker; engine 0 takes the first, engine 1 the next, and around again."""
     start_timeout_s: float = 300.0
@@ -566,6 +570,15 @@ class _Child:
     logprobs: list[float] = field(default_factory=list)
 
 
+@dataclass
+class _Group:
+    """A prompt group that vLLM does not have yet."""
+
+    call: int
+    request: Request
+    ready: Future | None = None  # vLLM's own form of the request, from when its preprocessing was ordered
+
+
 class _Refused(Exception):
     """A command that cannot be carried out now; the engine stays usable."""
 
@@ -576,8 +589,7 @@ class Engine:
     def __init__(self, connection: Connection):
         self.connection = connection
         self.commands: queue.SimpleQueue[tuple] = queue.SimpleQueue()
-        self.pending: deque[tuple[int, Request]] = deque()  # accepted, not yet admitted
-        self.ahead: Future | None = None  # the first of them in vLLM's own form, made beside a step
+        self.pending: deque[_Group] = deque()  # accepted, not yet admitted
         self.children: dict[str, _Child] = {}  # vLLM's request id -> response in progress
         self.unfinished: dict[int, int] = {}  # call -> responses still owed
         self.refusals: dict[int, list[str]] = {}
@@ -600,6 +612,7 @@ class Engine:
         imported = time.monotonic()
         self.llm = LLMEngine.from_engine_args(EngineArgs(**_engine_args(self.setup)))
         self.scheduler = self.llm.engine_core.engine_core.scheduler
+        self._hold_two_steps_of_features()
         threads = torch.get_num_threads()
         self.preprocessor = ThreadPoolExecutor(1, "preprocessor", lambda: torch.set_num_threads(threads))
         workers = self._on_report()
@@ -617,9 +630,19 @@ class Engine:
                 self._execute(*self.commands.get())
                 continue
             if self.pending:
-                self._admit(*self.pending.popleft())
+                self._admit()
             self._step()
         self.llm.engine_core.shutdown()
+
+    def _hold_two_steps_of_features(self) -> None:
+        """Give the scheduler's encoder cache room for the features of two steps' media.
+
+        A GPU engine schedules a step before the one in flight has given its features up. Without room for both, vLLM
+        cuts the new prompts before their media, and then each of their responses computes its prompt by itself.
+        """
+        cache, config = self.scheduler.encoder_cache_manager, self.setup.config
+        tokens = 2 * max(config.max_num_batched_tokens, self.setup.max_prompt_tokens)
+        self.scheduler.encoder_cache_manager = type(cache)(max(tokens, cache.cache_size))
 
     def _busy(self) -> bool:
         # The scheduler keeps a finished request for one more step; idle means that the workers have forgotten it too.
@@ -655,7 +678,7 @@ class Engine:
 
     def _accept(self, call: int, requests: list[Request]) -> None:
         self.unfinished[call], self.refusals[call] = sum(request.n for request in requests), []
-        self.pending.extend((call, request) for request in requests)
+        self.pending.extend(_Group(call, request) for request in requests)
         if not requests:
             self._count_down(call, 0)
 
@@ -663,11 +686,12 @@ class Engine:
         self.llm.engine_core.abort_requests(list(self.children))
         for child in [self.children.pop(name) for name in list(self.children)]:
             self._respond(child, "abort")
-        self.ahead = None
         while self.pending:
-            call, request = self.pending.popleft()
-            for index in range(request.n):
-                self._respond(_Child(call, request.id, index), "abort")
+            group = self.pending.popleft()
+            if group.ready is not None:
+                group.ready.cancel()
+            for index in range(group.request.n):
+                self._respond(_Child(group.call, group.request.id, index), "abort")
 
     def _on_publish(self, version: int) -> None:
         """Drop what depends on the weights: K and V in the prefix cache, vision features in the encoder cache.
@@ -710,23 +734,44 @@ class Engine:
 
     # -- generation --
 
-    def _admit(self, call: int, request: Request) -> None:
-        """Hand vLLM the n children of one prompt, and let the next prompt be preprocessed beside the step that follows.
+    def _admit(self) -> None:
+        """Hand vLLM as many pending groups, in order, as its next step computes whole beside a token for each response
+        in progress; at least one, so that none waits for ever.
 
-        In order and one a step, so that what is computed together does not depend on how long preprocessing takes.
+        What is admitted together depends on lengths alone, never on how long preprocessing takes.
         """
-        start_ns, refused = time.monotonic_ns(), None
-        future, self.ahead = self.ahead or self.preprocessor.submit(self._preprocess, request), None
-        try:
-            ready = future.result()
-        except _Refused as error:
-            refused = error
-        if self.pending:
-            self.ahead = self.preprocessor.submit(self._preprocess, self.pending[0][1])
-        if refused is not None:
-            self.refusals[call].append(f"{request.id}: {refused}")
-            self._count_down(call, request.n)
-            return
+        start_ns, admitted = time.monotonic_ns(), 0
+        room = self.setup.config.max_num_batched_tokens - len(self.children)
+        while self.pending:
+            self._look_ahead()
+            group = self.pending[0]
+            try:
+                ready = group.ready.result()
+            except _Refused as refused:
+                self.pending.popleft()
+                self.refusals[group.call].append(f"{group.request.id}: {refused}")
+                self._count_down(group.call, group.request.n)
+                continue
+            p = len(ready.prompt_token_ids)
+            # The first child computes the prompt; each of the others what is behind its full blocks, at least a token.
+            room -= p + (group.request.n - 1) * (1 + (p - 1) % self.setup.config.block_tokens)
+            if admitted and room < 0:
+                break
+            self.pending.popleft()
+            self._add_children(group, ready)
+            admitted += 1
+        self._look_ahead()
+        self._record("preprocess", start_ns, 0)
+
+    def _look_ahead(self) -> None:
+        """Have the next groups preprocessed, in the one background thread."""
+        for group in islice(self.pending, AHEAD):
+            if group.ready is None:
+                group.ready = self.preprocessor.submit(self._preprocess, group.request)
+
+    def _add_children(self, group: _Group, ready) -> None:
+        """Hand vLLM the n requests of one group. ready: what _preprocess() made of it."""
+        call, request = group.call, group.request
         self._send("prompt", request.id, ready.prompt_token_ids)
         for index in range(request.n):
             child = copy(ready)
@@ -737,7 +782,6 @@ class Engine:
                 child.sampling_params.max_tokens = request.lengths[index]
             self.children[child.request_id] = _Child(call, request.id, index)
             self.llm.engine_core.add_request(child)
-        self._record("preprocess", start_ns, 0)
 
     def _preprocess(self, request: Request):
         """vLLM's own form of a request: placeholders expanded, pixels normalised and cut into patches."""
@@ -990,6 +1034,37 @@ def _place_kv_in_arena() -> None:
     GPUModelRunner._allocate_kv_cache_tensors = allocate
 
 
+def _draw_in_one_kernel() -> None:
+    """Have vLLM draw all tokens of a step with its own kernel gumbel_sample, which takes a seed and a position per row.
+
+    Its sampler would launch a kernel for each seeded request (vLLM 0.26, random_sample). A draw depends on the seed of
+    its response and the index of its token alone, not on its row or the batch. The index is the offset of the
+    response's generator, in steps of 4: by so much vLLM winds it back when it discards the token of a prompt that was
+    cut. A CPU keeps vLLM's way, so that the same seeds draw other tokens there.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    def draw(sampler, logits: torch.Tensor, generators: dict[int, torch.Generator], k, p):
+        """forward_native() in logprobs_mode processed_logprobs: tokens int64 [B], log-probabilities float32 [B, V].
+
+        logits [B, V], bias and temperature applied. A row without a generator is greedy; the caller has its token.
+        """
+        logits, rows = apply_top_k_top_p(logits, k, p), len(logits)
+        # Seeds, then indices, each padded to an even number: Triton compiles another kernel for another alignment.
+        table = [[0] * (rows + rows % 2) for _ in range(2)]
+        for row, generator in generators.items():
+            offset = generator.get_offset()
+            table[0][row], table[1][row] = generator.initial_seed(), offset // 4
+            generator.set_offset(offset + 4)
+        seeds, indices = memory.upload(torch.from_numpy(np.array(table)))  # 4 times as fast as torch.tensor
+        row_numbers, ones = torch.arange(rows, device=logits.device), logits.new_ones(rows)
+        tokens = gumbel_sample(logits, row_numbers, ones, seeds, indices, False, use_fp64=sampler.use_fp64_gumbel)
+        return tokens, logits.log_softmax(-1, torch.float32)
+
+    TopKTopPSampler.forward_native = draw
+
+
 def _unlink_cpu_communicator() -> None:
     """Remove the names of vLLM's CPU tensor-parallel segments, which a killed worker would leave in /dev/shm.
 
@@ -1007,6 +1082,8 @@ def _imported() -> None:
     """
     _register_loader()
     _place_kv_in_arena()
+    if memory.gpu_host():  # not memory.device(), which would start CUDA before a worker has chosen its GPU
+        _draw_in_one_kernel()
     gc.freeze()
     gc.enable()
 
@@ -1049,8 +1126,14 @@ class EngineExtension:
         self.rollplex_memory_log = memory.MemoryLog(Path(paths[self.rank]), headers[self.rank], read, sample_ms)
 
     def rollplex_release_kv(self) -> dict[str, int]:
-        """Give the pages of the KV cache back; its addresses stay, also those inside captured graphs."""
-        return self._rollplex_kv(lambda arena: arena.release("kv"))
+        """Give back the pages of the KV cache, and what the allocator keeps for later; addresses stay, also those in
+        captured graphs."""
+
+        def release(arena: memory.Arena) -> None:
+            arena.release("kv")
+            memory.empty_cache()
+
+        return self._rollplex_kv(release)
 
     def rollplex_restore_kv(self) -> dict[str, int]:
         """Put pages behind the KV cache again. Their contents mean nothing: the prefix cache was dropped at release."""
