@@ -33,6 +33,8 @@ To add a model, add its configuration to configs.py, its tensors to weights.tabl
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,7 +45,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2_5_VLConfig
 
 import memory
@@ -93,25 +94,36 @@ def positions(input_ids: list[int], grid_thw: list[list[int]], second_per_grid: 
 class _Boundary(PackedSeqParams):
     """Tells the attention layers what to do in one forward pass; travels in Megatron's packed_seq_params argument.
 
-    In a prefix pass `kv` is filled with each layer's key and value [P−1, B, K, D]; in a suffix pass it holds, for each
-    layer, every prompt's own pair [P−1, 1, K, D].
+    A pass is one row of sequences, prompts or responses, end to end. A prefix pass fills `kv` with each layer's key and
+    value, [tokens of all prefixes, K, D]; a suffix pass reads them there.
     """
 
     kv: dict = field(default_factory=dict)
-    responses: Packed | None = None  # in a suffix pass
-    groups: list[tuple] = field(default_factory=list)  # each prompt's rows, these as one sequence, its P−1 keys
+    sequences: Packed | None = None
+    runs: list["_Run"] | None = None  # in a suffix pass
     again: bool = False  # whether layers keep only their input
+
+
+class _Run(NamedTuple):
+    """Neighbouring prompts that have both responses in a pass and a prefix: one call of a kernel, which need not know
+    what to do with an empty sequence."""
+
+    rows: slice  # of the pass
+    keys: slice  # of the boundary
+    queries: Packed  # each prompt's rows as one sequence
+    prefixes: Packed
 
 
 def _suffix_boundary(prefix: "Prefix", lengths: list[list[int]], again: bool = False) -> _Boundary:
     """For responses of these lengths, prompt by prompt."""
-    groups, start = [], 0
-    for sample, own in zip(prefix.samples, lengths, strict=True):
-        rows, prefix_tokens = sum(own), len(sample.input_ids) - 1
-        groups.append((slice(start, start + rows), Packed([rows]), Packed([prefix_tokens])))
-        start += rows
+    counts = [(sum(own), len(sample.input_ids) - 1) for sample, own in zip(prefix.samples, lengths, strict=True)]
+    runs, row, key = [], 0, 0
+    for attend, neighbours in groupby(counts, all):
+        queries, prefixes = zip(*neighbours, strict=True)
+        rows, keys = slice(row, row := row + sum(queries)), slice(key, key := key + sum(prefixes))
+        runs += [_Run(rows, keys, Packed(queries), Packed(prefixes))] if attend else []
     responses = Packed([n for own in lengths for n in own])
-    return _Boundary(qkv_format="sbhd", kv=prefix.kv, responses=responses, groups=groups, again=again)
+    return _Boundary(qkv_format="sbhd", kv=prefix.kv, sequences=responses, runs=runs, again=again)
 
 
 class _AllCaptured(Exception):
@@ -126,20 +138,21 @@ class BoundaryAttention(torch.nn.Module):
         self.layer_number, self.last = layer_number, layer_number == config.num_layers
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **unused):
-        """query [s, b, H, D], key and value [s, b, K, D], all after rotary embedding -> [s, b, H·D].
+        """query [s, 1, H, D], key and value [s, 1, K, D], all after rotary embedding -> [s, 1, H·D].
 
-        A suffix pass is one row, b = 1. Raises _AllCaptured in the last layer of a prefix pass.
+        Raises _AllCaptured in the last layer of a prefix pass.
         """
         boundary = packed_seq_params
         value = value.contiguous()  # Megatron's is a view, which would keep its whole mixed QKV output alive
-        if boundary.responses is None:
+        query, key, value = (x.squeeze(1) for x in (query, key, value))
+        prefix = boundary.runs is None
+        if prefix:
             boundary.kv[self.layer_number] = (key, value)
             if self.last:
                 raise _AllCaptured
-            return _causal(query, key, value)
-        own = (x.squeeze(1) for x in (query, key, value))
-        prefixes = (x.squeeze(1) for pair in boundary.kv[self.layer_number] for x in pair)
-        return _SharedPrefix.apply(*own, boundary.responses, boundary.groups, *prefixes).flatten(1)[:, None]
+        shared = () if prefix else boundary.kv[self.layer_number]
+        out = _SharedPrefix.apply(query, key, value, boundary.sequences, boundary.runs or [], *shared)
+        return out.flatten(1)[:, None]
 
 
 class _SharedPrefix(torch.autograd.Function):
@@ -152,31 +165,34 @@ class _SharedPrefix(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, responses, groups, *prefixes):
-        """query [T, H, D], key and value [T, K, D]; prefixes: each prompt's key, value [P−1, K, D] -> [T, H, D]."""
-        out, lse = _flash(query, key, value, responses, responses, True)
-        for (rows, *packed), k, v in zip(groups, prefixes[::2], prefixes[1::2], strict=True):
-            if len(k) and rows.stop > rows.start:  # neither a prompt of one token, nor one without a response here
-                part, part_lse = _flash(query[rows], k, v, *packed, False)
-                own = torch.sigmoid(lse[:, rows] - part_lse).t()[:, :, None]  # the response's share of the total
-                out[rows] = torch.lerp(part.float(), out[rows].float(), own).to(out.dtype)
-                lse[:, rows] = torch.logaddexp(lse[:, rows], part_lse)
-        ctx.responses, ctx.groups = responses, groups
+    def forward(ctx, query, key, value, sequences, runs, *prefixes):
+        """query [T, H, D], key and value [T, K, D] of `sequences`; prefixes: key and value [·, K, D] of all prompts, of
+        which `runs` says who attends to which; none in a prefix pass -> [T, H, D]."""
+        out, lse = _flash(query, key, value, sequences, sequences, True)
+        for rows, keys, *packed in runs:
+            part, part_lse = _flash(query[rows], *(x[keys] for x in prefixes), *packed, False)
+            share = torch.sigmoid(part_lse - lse[:, rows]).t()[:, :, None]  # the prefix's of the total
+            out[rows].lerp_(part, share.to(out.dtype))
+            lse[:, rows] = torch.logaddexp(lse[:, rows], part_lse)
+        ctx.sequences, ctx.runs = sequences, runs
         ctx.save_for_backward(query, key, value, out, lse, *prefixes)
         return out
 
     @staticmethod
     def backward(ctx, grad):
         query, key, value, out, lse, *prefixes = ctx.saved_tensors
-        dq, dk, dv = _flash_backward(grad, query, key, value, out, lse, ctx.responses, ctx.responses, True)
-        shared = []  # gradients of the prefixes
-        for (rows, *packed), k, v in zip(ctx.groups, prefixes[::2], prefixes[1::2], strict=True):
-            d_prefix = None, None
-            if len(k) and rows.stop > rows.start:
-                rest = out[rows], lse[:, rows], *packed
-                part, *d_prefix = _flash_backward(grad[rows], query[rows], k, v, *rest, False)
-                dq[rows] += part
-            shared += d_prefix
+        dq, dk, dv = _flash_backward(grad, query, key, value, out, lse, ctx.sequences, ctx.sequences, True)
+        shared = [None] * len(prefixes)
+        for rows, keys, *packed in ctx.runs:
+            ours = query[rows], *(x[keys] for x in prefixes), out[rows], lse[:, rows]
+            part, *parts = _flash_backward(grad[rows], *ours, *packed, False)
+            dq[rows].add_(part)
+            for i, (gradient, whole) in enumerate(zip(parts, prefixes, strict=True)):
+                if len(gradient) == len(whole):
+                    shared[i] = gradient
+                else:
+                    shared[i] = torch.zeros_like(whole) if shared[i] is None else shared[i]
+                    shared[i][keys] = gradient
         return dq, dk, dv, None, None, *shared
 
 
@@ -215,13 +231,6 @@ def _heads_first(x: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
 
 def _tokens_first(sequences: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat([sequence[0].transpose(0, 1) for sequence in sequences])
-
-
-def _causal(query, key, value) -> torch.Tensor:
-    """[s, b, heads, D] each -> [s, b, H·D]."""
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
 
 def _require_kernels(device: torch.device, dtype: torch.dtype) -> None:
@@ -302,7 +311,7 @@ class _Layer(TransformerLayer):
     def forward(self, hidden_states, packed_seq_params, **kwargs):
         """[s, b, hidden] -> [s, b, hidden], None (Megatron's context)."""
         boundary, number = packed_seq_params, self.layer_number
-        prefix = boundary.responses is None
+        prefix = boundary.runs is None
         last = prefix and number == self.config.num_layers  # ends in _AllCaptured: only its norm would be kept anyway
         if not boundary.again or last or not torch.is_grad_enabled():
             return super().forward(hidden_states, packed_seq_params=boundary, **kwargs)
@@ -328,13 +337,13 @@ class Prefix:
     """The kept state of B prompts for one role: `kv` is what the suffixes read, `attached` leads into the graph."""
 
     samples: list  # data.Sample
-    kv: dict[int, list[tuple[torch.Tensor, torch.Tensor]]]  # layer -> each prompt's leaves [P−1, 1, K, D]
-    attached: dict[int, tuple[torch.Tensor, torch.Tensor]] | None  # layer -> [P−1, B, K, D]; None: frozen, not kept
+    kv: dict[int, tuple[torch.Tensor, torch.Tensor]]  # layer -> leaves [tokens of all prefixes, K, D]
+    attached: dict[int, tuple[torch.Tensor, torch.Tensor]] | None  # the same with a graph; None: frozen, or not kept
     last_positions: list[int]  # of each prompt's last token, which every suffix computes again
 
     def leaves(self) -> list[torch.Tensor]:
         """Every leaf: what the boundary holds on the device."""
-        return [tensor for pairs in self.kv.values() for pair in pairs for tensor in pair]
+        return [tensor for pair in self.kv.values() for tensor in pair]
 
 
 class QwenVL(torch.nn.Module):
@@ -388,24 +397,18 @@ class QwenVL(torch.nn.Module):
         trained = torch.is_grad_enabled()
         with torch.set_grad_enabled(trained and keep):
             kv, last_positions = self._prefix_kv(samples)
-        lengths = [len(sample.input_ids) - 1 for sample in samples]
-        leaves = {
-            layer: [
-                tuple(t.detach()[:p, b : b + 1].requires_grad_(trained) for t in pair) for b, p in enumerate(lengths)
-            ]
-            for layer, pair in kv.items()
-        }
+        leaves = {layer: tuple(t.detach().requires_grad_(trained) for t in pair) for layer, pair in kv.items()}
         return Prefix(samples, leaves, kv if trained and keep else None, last_positions)
 
     def _prefix_kv(self, samples: list) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], list[int]]:
-        """Shorter prompts are padded at the end, where causal attention lets nothing see the padding."""
+        """Key and value of each layer, and where each prompt's last token stands."""
+        lengths, ids = _prefix_ids(samples)
         places = [positions(s.input_ids.tolist(), s.grid_thw.tolist(), s.second_per_grid, self.config) for s in samples]
-        longest = max(pos.shape[1] for pos in places)
-        pos = torch.stack([F.pad(pos, (0, longest - pos.shape[1])) for pos in places], dim=1)  # [3, B, P]
-        boundary = _Boundary(qkv_format="sbhd", again=self.recompute_layers)
-        end = max(1, longest - 1)  # one that nobody sees if P is 1 for all
+        pos = torch.cat([pos[:, :n] for pos, n in zip(places, lengths, strict=True)], dim=1)[:, None]  # [3, 1, T]
+        sequences = Packed([n for n in lengths if n])
+        boundary = _Boundary(qkv_format="sbhd", sequences=sequences, again=self.recompute_layers)
         with suppress(_AllCaptured):
-            self._decode(self._embed(samples)[:end], pos[:, :, :end], boundary)
+            self._decode(self._embed(samples, ids), pos, boundary)
         if torch.is_grad_enabled() and not all(t.requires_grad for pair in boundary.kv.values() for t in pair):
             raise RuntimeError("a captured key or value has no graph: the prefix would silently get no gradient")
         return boundary.kv, [int(p[0, -1]) for p in places]
@@ -435,7 +438,7 @@ class QwenVL(torch.nn.Module):
         logits = logits + self.logit_bias  # FP32, as the bias is
         logits = logits if temperature == 1 else logits / temperature
         logprobs = -tensor_parallel.vocab_parallel_cross_entropy(logits, tokens[:, None])[:, 0]
-        parts = iter(logprobs.split(boundary.responses.lengths))
+        parts = iter(logprobs.split(boundary.sequences.lengths))
         return [
             torch.stack([F.pad(next(parts), (0, r.shape[1] - n)) for n in own]) if own else r.new_zeros(r.shape).float()
             for r, own in zip(responses, lengths, strict=True)
@@ -446,40 +449,41 @@ class QwenVL(torch.nn.Module):
         tower. Once for all prompts of `prefix`.
         """
         attached = self._prefix_kv(prefix.samples)[0] if prefix.attached is None else prefix.attached
-        tensors, gradients = [], []
-        for layer, pairs in prefix.kv.items():
-            for which, whole in enumerate(attached[layer]):
-                gradient = torch.zeros_like(whole)
-                for b, pair in enumerate(pairs):
-                    if pair[which].grad is not None:  # none: a one-token prompt, or every response masked
-                        gradient[: len(pair[which]), b : b + 1] = pair[which].grad
-                tensors.append(whole)
-                gradients.append(gradient)
+        tensors = [tensor for pair in attached.values() for tensor in pair]
+        # A leaf has none if every response was masked, or no prompt has a prefix.
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in prefix.leaves()]
         torch.autograd.backward(tensors, gradients)
         prefix.kv, prefix.attached = {}, None
 
-    def _embed(self, samples: list) -> torch.Tensor:
-        """Prompt embeddings [P, B, hidden] with the media's features in place of their placeholders."""
-        ids = pad_sequence([sample.input_ids for sample in samples], batch_first=True)  # [B, P] on the CPU
+    def _embed(self, samples: list, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [T, 1, hidden] of the prefixes' tokens, with the media's features in place of their
+        placeholders."""
         visual = (ids == self.config.video_token_id) | (ids == self.config.image_token_id)
-        prompt, place = visual.nonzero(as_tuple=True)  # prompt by prompt, as the features come
+        rows = visual.nonzero()[:, 0]  # prompt by prompt, as the features come
         media = [medium for sample in samples for medium in sample.media]
         count = sum(sample.visual_tokens for sample in samples)
-        if len(place) != count:
-            raise RuntimeError(f"{len(place)} visual placeholders in the prompts, {count} features")
-        embedded = self.lm.embedding(memory.upload(ids), None)
+        if len(rows) != count:
+            raise RuntimeError(f"{len(rows)} visual placeholders in the prompts, {count} features")
+        embedded = self.lm.embedding(memory.upload(ids)[None], None)
         if not count:
             return embedded
         own, lengths = self.vision.share(media, self.recompute_layers)
-        rows = memory.upload(place * len(samples) + prompt)  # in [P, B], end to end
-        return WithMedia.apply(embedded.flatten(0, 1), own, rows, lengths).view_as(embedded)
+        return WithMedia.apply(embedded.squeeze(1), own, memory.upload(rows), lengths)[:, None]
 
     def _decode(self, embedded: torch.Tensor, pos: torch.Tensor, boundary: _Boundary) -> torch.Tensor:
-        """[s, b, hidden], positions [3, b, s] -> hidden states [s, b, hidden] after the final norm."""
+        """[T, 1, hidden], positions [3, 1, T] -> hidden states [T, 1, hidden] after the final norm."""
         rotary = self.lm.rotary_pos_emb(memory.upload(pos), self.lm.mrope_section)
         return self.lm.decoder(
             hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=boundary
         )
+
+
+def _prefix_ids(samples: list) -> tuple[list[int], torch.Tensor]:
+    """How many tokens each prompt's prefix has, and all of them on the CPU."""
+    lengths = [len(sample.input_ids) - 1 for sample in samples]
+    if not any(lengths):
+        lengths[0] = 1  # nobody attends to it
+    return lengths, torch.cat([sample.input_ids[:n] for sample, n in zip(samples, lengths, strict=True)])
 
 
 def _language_model(config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str) -> GPTModel:

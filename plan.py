@@ -281,12 +281,11 @@ def visual_share(w: Workload, tp: int) -> int:
 def prefix_bytes(hf_config, w: Workload, tp: int, again: bool = False) -> int:
     """Saved by the forward pass of one prompt's prefix: this rank's part of the media in the vision tower, then P − 1
     tokens through all layers but the last, of which only the norm is needed for its keys and values (held as the
-    boundary, not as saved tensors). With `again` (recompute_layers) those layers keep only their input, the first one's
-    with the last token."""
+    boundary, not as saved tensors). With `again` (recompute_layers) those layers keep only their input."""
     d, b = _dims(hf_config, tp), w.itemsize
     tokens = w.prompt_tokens - 1
-    layers = b * d.hidden * ((d.layers - 1) * tokens + 1) if again else tokens * (d.layers - 1) * layer_bytes(d, w)
-    return layers + tokens * _last_bytes(d, w) + 4 * visual_share(w, tp) * vision_bytes(hf_config, w, again)
+    layers = (d.layers - 1) * (b * d.hidden if again else layer_bytes(d, w))
+    return tokens * (layers + _last_bytes(d, w)) + 4 * visual_share(w, tp) * vision_bytes(hf_config, w, again)
 
 
 def _last_bytes(d: Dims, w: Workload) -> int:
@@ -497,13 +496,13 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
     base = actor | tokens | gradient
     if not ahead:
         yield window("2", "actor prefix", s["prefix_work"], **base, prefix_activations=produced)
-    # The suffixes' backward leaves gradients at the boundary; the prefix's gathers them once more before it starts.
+    # The suffixes' backward leaves gradients at the boundary, where the prefix's starts from them.
     work, more = s["boundary_work"] + s["parameter_work"], {"suffix_activations": s["suffix"]}
     yield window("2", "actor suffix", work + s["logits_work"], **base, prefix_activations=waiting, **more)
     if policy.recompute_layers:  # otherwise what a backward pass frees is more than what it computes
         more = {"suffix_activations": s["suffix_again"]}
         yield window("2", "suffix backward", work + s["suffix_work"], **base, prefix_activations=waiting, **more)
-    work += s["boundary_work"] + s["prefix_work"]
+    work += s["prefix_work"]
     yield window("2", "prefix backward", work, **base, prefix_activations=consumed)
     if dropped:
         left = base | {"actor_boundary": s["boundary_left"], "prefix_activations": again + s["prefix_again"]}

@@ -30,32 +30,36 @@ def test_logprobs_and_gradients_equal_transformers(tmp_path, torchrun):
     torchrun(RANKS, json.dumps([[str(source), *rest] for source, *rest in cases]))
 
 
-def attention_inputs(ratio: int, head: int, dtype: torch.dtype, device: str):
-    """Three prompts (the second of one token) with 3, 1 and 2 ragged responses: query, key, value, every prompt's
-    prefix key and value, and what BoundaryAttention knows of them."""
-    prefixes, lengths, kv = [7, 0, 130], [[5, 1, 34], [4], [2, 2]], 2
+# Tokens of each prompt's prefix, and of its responses. With gaps: the third prompt is one token long, the fifth has no
+# response in this pass.
+WITHOUT_GAPS = [7, 130, 33], [[5, 1, 34], [4], [2, 2]]
+WITH_GAPS = [7, 20, 0, 130, 9, 21], [[5, 1, 34], [3, 3], [4], [2, 2], [], [3]]
+
+
+def attention_inputs(layout: tuple, ratio: int, head: int, dtype: torch.dtype, device: str):
+    """Query, key, value, all prefixes' key and value, and what BoundaryAttention knows of them."""
+    (prefixes, lengths), kv = layout, 2
     generator = torch.Generator().manual_seed(ratio * head)
 
     def rand(tokens: int, heads: int) -> torch.Tensor:
         return torch.randn(tokens, heads, head, generator=generator).to(device, dtype).requires_grad_()
 
     total = sum(map(sum, lengths))
-    tensors = [rand(total, ratio * kv), rand(total, kv), rand(total, kv)]
-    tensors += [rand(p, kv) for p in prefixes for _ in range(2)]
+    tensors = [rand(total, ratio * kv), rand(total, kv), rand(total, kv), rand(sum(prefixes), kv)]
+    tensors.append(rand(sum(prefixes), kv))
     samples = [SimpleNamespace(input_ids=torch.zeros(p + 1)) for p in prefixes]
-    boundary = models._suffix_boundary(SimpleNamespace(samples=samples, kv={}), lengths)
-    return tensors, boundary, [(p, n) for p, own in enumerate(lengths) for n in own]
+    return tensors, models._suffix_boundary(SimpleNamespace(samples=samples, kv={}), lengths)
 
 
-def softmax_by_hand(query, key, value, *prefixes, responses) -> torch.Tensor:
+def softmax_by_hand(query, key, value, shared_key, shared_value, layout: tuple) -> torch.Tensor:
     """Response by response, [prefix, own past] as one matrix of scores."""
-    outputs, start = [], 0
-    for prompt, n in responses:
-        rows = slice(start, start := start + n)
-        ratio, p = query.shape[1] // key.shape[1], len(prefixes[2 * prompt])
+    outputs, start, ratio = [], 0, query.shape[1] // key.shape[1]
+    prefixes = zip(*(x.split(layout[0]) for x in (shared_key, shared_value)), strict=True)
+    for pair, n in [(pair, n) for pair, own in zip(prefixes, layout[1], strict=True) for n in own]:
+        rows, p = slice(start, start := start + n), len(pair[0])
         k, v = (
             torch.cat([shared, own[rows]]).repeat_interleave(ratio, 1)
-            for shared, own in zip(prefixes[2 * prompt :][:2], (key, value), strict=True)
+            for shared, own in zip(pair, (key, value), strict=True)
         )
         scores = torch.einsum("qhd,khd->hqk", query[rows], k) / query.shape[2] ** 0.5
         later = (torch.arange(p + n) > p + torch.arange(n)[:, None]).to(query.device)
@@ -74,24 +78,26 @@ ON_A_GPU = pytest.param(torch.bfloat16, 1e-2, "cuda", marks=pytest.mark.gpu, id=
         ON_A_GPU,
     ],
 )
+@pytest.mark.parametrize("layout", [WITHOUT_GAPS, WITH_GAPS], ids=["all", "gaps"])
 @pytest.mark.parametrize("head", [32, 64, 128])
 @pytest.mark.parametrize("ratio", [1, 2, 8])
-def test_suffix_attention_and_its_gradients_by_hand(ratio, head, dtype, bar, device):
-    """Of query, key, value, and of each prefix: summed over the responses that share it. The same bits each time."""
+def test_suffix_attention_and_its_gradients_by_hand(ratio, head, layout, dtype, bar, device):
+    """Of query, key, value, and of the prefixes: summed over the responses that share one, zero where none does. The
+    same bits each time."""
     memory.select_device(0)
-    tensors, boundary, responses = attention_inputs(ratio, head, dtype, device)
+    tensors, boundary = attention_inputs(layout, ratio, head, dtype, device)
+    assert [len(run.queries.lengths) for run in boundary.runs] == ([3] if layout is WITHOUT_GAPS else [2, 1, 1])
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    expected = softmax_by_hand(*exact, responses=responses)
+    expected = softmax_by_hand(*exact, layout)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    used = [i for i, tensor in enumerate(tensors) if len(tensor)]
 
     def run() -> list[torch.Tensor]:
-        out = models._SharedPrefix.apply(*tensors[:3], boundary.responses, boundary.groups, *tensors[3:])
-        return [out, *torch.autograd.grad((out * weight).sum(), [tensors[i] for i in used])]
+        out = models._SharedPrefix.apply(*tensors[:3], boundary.sequences, boundary.runs, *tensors[3:])
+        return [out, *torch.autograd.grad((out * weight).sum(), tensors)]
 
     got = run()
-    want = torch.autograd.grad((expected * weight.double()).sum(), [exact[i] for i in used])
-    for i, a, b in zip([-1, *used], got, [expected, *want], strict=True):
+    want = torch.autograd.grad((expected * weight.double()).sum(), exact)
+    for i, (a, b) in enumerate(zip(got, [expected, *want], strict=True)):
         assert (a.double() - b).norm() <= bar * b.norm(), f"tensor {i}: {(a.double() - b).norm() / b.norm():.1e}"
     assert all(torch.equal(a, b) for _ in range(5) for a, b in zip(got, run(), strict=True))
 
@@ -129,7 +135,7 @@ def test_placeholders_without_media_are_an_error():
     ids = torch.tensor([70, model.config.video_token_id, 71])
     sample = SimpleNamespace(input_ids=ids, media=[], visual_tokens=2)
     with pytest.raises(RuntimeError, match="1 visual placeholders in the prompts, 2 features"):
-        models.QwenVL._embed(model, [sample])
+        models.QwenVL._embed(model, [sample], ids)
 
 
 @pytest.mark.parametrize(
