@@ -119,5 +119,28 @@ def _main() -> None:
     print("plain:", time_and_bytes(lambda: down(F.silu(gate(x)) * up(x))))
 
 
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding in FP32: x [..., heads, D], cos and sin [..., 1, D / 2] float32 -> as x."""
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+
 if __name__ == "__main__":
     _main()
