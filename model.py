@@ -43,13 +43,14 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from transformers import Qwen2_5_VLConfig
 
 import memory
 from configs import forbidden_ids
-from layers import Again, Packed, gated_mlp
+from layers import Again, Packed, gated_mlp, rotate
 from rollout import FORBIDDEN_BIAS
 from vision import VisionTower, WithMedia
 from weights import VOCAB_MULTIPLE
@@ -99,6 +100,7 @@ class _Boundary(PackedSeqParams):
     """
 
     kv: dict = field(default_factory=dict)
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cosine and sine [T, 1, D / 2] float32, for all layers
     sequences: Packed | None = None
     runs: list["_Run"] | None = None  # in a suffix pass
     again: bool = False  # whether layers keep only their input
@@ -128,31 +130,6 @@ def _suffix_boundary(prefix: "Prefix", lengths: list[list[int]], again: bool = F
 
 class _AllCaptured(Exception):
     """The last layer's key and value are there: nothing of a prefix is needed beyond them."""
-
-
-class BoundaryAttention(torch.nn.Module):
-    """Megatron's core attention: causal, and in a suffix pass a response also attends to its prompt's whole prefix."""
-
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, **unused):
-        super().__init__()
-        self.layer_number, self.last = layer_number, layer_number == config.num_layers
-
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **unused):
-        """query [s, 1, H, D], key and value [s, 1, K, D], all after rotary embedding -> [s, 1, H·D].
-
-        Raises _AllCaptured in the last layer of a prefix pass.
-        """
-        boundary = packed_seq_params
-        value = value.contiguous()  # Megatron's is a view, which would keep its whole mixed QKV output alive
-        query, key, value = (x.squeeze(1) for x in (query, key, value))
-        prefix = boundary.runs is None
-        if prefix:
-            boundary.kv[self.layer_number] = (key, value)
-            if self.last:
-                raise _AllCaptured
-        shared = () if prefix else boundary.kv[self.layer_number]
-        out = _SharedPrefix.apply(query, key, value, boundary.sequences, boundary.runs or [], *shared)
-        return out.flatten(1)[:, None]
 
 
 class _SharedPrefix(torch.autograd.Function):
@@ -241,8 +218,8 @@ def _require_kernels(device: torch.device, dtype: torch.dtype) -> None:
 # ---- layers whose weights match the engine's storage -----------------------------------------------------------------
 
 
-def _column(config, rows: int, bias: bool = False, **kwargs) -> tensor_parallel.ColumnParallelLinear:
-    # The caller copies its input into the tensor-parallel region once for several of these, so their backward must not
+def _column(config, rows: int, bias: bool = False, shared: bool = True) -> tensor_parallel.ColumnParallelLinear:
+    # If several share an input, the caller copies that into the tensor-parallel region once, so their backward must not
     # reduce it.
     return tensor_parallel.ColumnParallelLinear(
         config.hidden_size,
@@ -251,8 +228,19 @@ def _column(config, rows: int, bias: bool = False, **kwargs) -> tensor_parallel.
         init_method=config.init_method,
         bias=bias,
         gather_output=False,
-        disable_grad_reduce=True,
-        **kwargs,
+        disable_grad_reduce=shared,
+    )
+
+
+def _row(config, columns: int) -> tensor_parallel.RowParallelLinear:
+    return tensor_parallel.RowParallelLinear(
+        columns,
+        config.hidden_size,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=True,
     )
 
 
@@ -264,15 +252,7 @@ class GatedMLP(torch.nn.Module):
         super().__init__()
         self.gate = _column(config, config.ffn_hidden_size)
         self.up = _column(config, config.ffn_hidden_size)
-        self.down = tensor_parallel.RowParallelLinear(
-            config.ffn_hidden_size,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-        )
+        self.down = _row(config, config.ffn_hidden_size)
 
     def forward(self, x, **unused):
         """[s, b, hidden] -> [s, b, hidden], None (Megatron's bias, added elsewhere)."""
@@ -281,25 +261,54 @@ class GatedMLP(torch.nn.Module):
         return tensor_parallel.reduce_from_tensor_model_parallel_region(out), None
 
 
-class SplitQKV(torch.nn.Module):
-    """Three projections in place of Megatron's fused one; interleaves their outputs by group, as its attention
-    expects."""
+class BoundaryAttention(torch.nn.Module):
+    """Self-attention with the parameters of Megatron's: causal, and in a suffix pass a response also attends to its
+    prompt's whole prefix.
 
-    def __init__(self, input_size, output_size, *, config, bias, **unused):
+    `split`: three projections in place of the fused one. Megatron's own module would interleave their outputs, take
+    them apart again, and rotate in a dozen kernels.
+    """
+
+    def __init__(self, config, layer_number, split, **unused):
         super().__init__()
-        self.head_size = config.kv_channels
-        kv = config.num_query_groups * config.kv_channels
-        self.q = _column(config, output_size - 2 * kv, bias)
-        self.k = _column(config, kv, bias)
-        self.v = _column(config, kv, bias)
+        self.layer_number, self.last = layer_number, layer_number == config.num_layers
+        self.split, self.head_size = split, config.kv_channels
+        query, kv = (n * config.kv_channels for n in (config.num_attention_heads, config.num_query_groups))
+        self.ratio = query // kv
+        if split:
+            sizes = {"q": query, "k": kv, "v": kv}
+            self.linear_qkv = torch.nn.ModuleDict({name: _column(config, n, True) for name, n in sizes.items()})
+        else:
+            self.linear_qkv = _column(config, query + 2 * kv, True, shared=False)
+        self.linear_proj = _row(config, query)
 
-    def forward(self, x):
-        """[s, b, hidden] -> [s, b, K·(r+2)·D] with r query heads a group, None."""
-        x = tensor_parallel.copy_to_tensor_model_parallel_region(x)
-        k = self.k(x)[0].unflatten(-1, (-1, self.head_size))  # [s, b, K, D]
-        v = self.v(x)[0].unflatten(-1, (-1, self.head_size))
-        q = self.q(x)[0].unflatten(-1, (k.shape[2], -1))  # [s, b, K, r·D]
-        return torch.cat([q, k, v], dim=-1).flatten(-2), None
+    def forward(self, x, packed_seq_params, **unused):
+        """[T, 1, hidden] -> [T, 1, hidden], None (Megatron's bias, added elsewhere).
+
+        Raises _AllCaptured in the last layer of a prefix pass.
+        """
+        boundary = packed_seq_params
+        query, key, value = self._projections(x)
+        key, shared = rotate(key, *boundary.rotary), ()
+        if boundary.runs is None:
+            boundary.kv[self.layer_number] = (key, value)
+            if self.last:
+                raise _AllCaptured
+        else:
+            shared = boundary.kv[self.layer_number]
+        query = rotate(query, *boundary.rotary)
+        out = _SharedPrefix.apply(query, key, value, boundary.sequences, boundary.runs or [], *shared)
+        return self.linear_proj(out.flatten(1)[:, None])
+
+    def _projections(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[T, 1, hidden] -> query [T, H, D], key and value [T, K, D]."""
+        if self.split:
+            x = tensor_parallel.copy_to_tensor_model_parallel_region(x)
+            return tuple(self.linear_qkv[name](x)[0].view(len(x), -1, self.head_size) for name in "qkv")
+        mixed = self.linear_qkv(x)[0].view(len(x), -1, (self.ratio + 2) * self.head_size)  # by group of heads
+        query, key, value = mixed.split([self.ratio * self.head_size, self.head_size, self.head_size], -1)
+        # Copied: views would keep all of `mixed` alive. The key is rotated, which copies it.
+        return query.reshape(len(x), -1, self.head_size), key, value.contiguous()
 
 
 # ---- layers that are computed again ----------------------------------------------------------------------------------
@@ -472,10 +481,10 @@ class QwenVL(torch.nn.Module):
 
     def _decode(self, embedded: torch.Tensor, pos: torch.Tensor, boundary: _Boundary) -> torch.Tensor:
         """[T, 1, hidden], positions [3, 1, T] -> hidden states [T, 1, hidden] after the final norm."""
-        rotary = self.lm.rotary_pos_emb(memory.upload(pos), self.lm.mrope_section)
-        return self.lm.decoder(
-            hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=boundary
-        )
+        angles = self.lm.rotary_pos_emb(memory.upload(pos), self.lm.mrope_section).squeeze(1)
+        angles = angles[..., : angles.shape[-1] // 2]  # the second half repeats the first
+        boundary.rotary = angles.cos(), angles.sin()
+        return self.lm.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=boundary)
 
 
 def _prefix_ids(samples: list) -> tuple[list[int], torch.Tensor]:
@@ -518,10 +527,8 @@ def _language_model(config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str) -> G
     )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.module = _Layer
-    spec.submodules.self_attention.submodules.core_attention = BoundaryAttention
+    spec.submodules.self_attention = ModuleSpec(BoundaryAttention, params={"split": qkv == "split"})
     spec.submodules.mlp = GatedMLP
-    if qkv == "split":
-        spec.submodules.self_attention.submodules.linear_qkv = SplitQKV
     return GPTModel(
         megatron,
         spec,

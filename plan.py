@@ -231,12 +231,17 @@ def _dims(hf_config, tp: int) -> Dims:
 def layer_bytes(d: Dims, w: Workload) -> int:
     """Saved by one layer of the language model for one token, if it is not computed again.
 
-    Two RMSNorms, each with its output, which a matrix product reads; values, rotated queries and keys, the rotary table
-    (cosine and sine, for both), attention output and log-sum-exp; gate and up.
+    Two RMSNorms, each with its output, which a matrix product reads; values, rotated queries and keys, attention output
+    and log-sum-exp; gate and up. The rotary table comes once for all layers.
     """
     b = w.itemsize
-    attention = b * (2 * d.query + 2 * d.kv + 4 * d.head) + 4 * d.heads
+    attention = b * (2 * d.query + 2 * d.kv) + 4 * d.heads
     return 2 * (_norm_bytes(d.hidden, w) + b * d.hidden) + attention + b * 2 * memory.align(d.inner, FILLED)
+
+
+def _rotary_bytes(d: Dims) -> int:
+    """The rotary table for one token: cosine and sine in FP32, each for half a head."""
+    return 4 * d.head
 
 
 def _norm_bytes(hidden: int, w: Workload) -> int:
@@ -289,8 +294,8 @@ def prefix_bytes(hf_config, w: Workload, tp: int, again: bool = False) -> int:
 
 
 def _last_bytes(d: Dims, w: Workload) -> int:
-    """Saved by the last layer of a prefix for one token: its norm, and the rotary table for its keys."""
-    return _norm_bytes(d.hidden, w) + w.itemsize * (d.hidden + 2 * d.head)
+    """Saved by the last layer of a prefix for one token: its norm, and the rotary table."""
+    return _norm_bytes(d.hidden, w) + w.itemsize * d.hidden + _rotary_bytes(d)
 
 
 def prefix_again_bytes(hf_config, w: Workload, tp: int) -> int:
@@ -304,8 +309,8 @@ def prefix_again_bytes(hf_config, w: Workload, tp: int) -> int:
 
 
 def _layer_again_bytes(d: Dims, w: Workload) -> int:
-    """What one layer, computed again, adds to its input for one token."""
-    return layer_bytes(d, w) - _input_bytes(d.hidden, w)
+    """What one layer, computed again, adds to its input for one token; the rotary table with it."""
+    return layer_bytes(d, w) + _rotary_bytes(d) - _input_bytes(d.hidden, w)
 
 
 def boundary_bytes(hf_config, w: Workload, tp: int) -> int:
@@ -323,7 +328,7 @@ def suffix_token_bytes(hf_config, w: Workload, tp: int, again: bool = False) -> 
     """Saved by the forward pass of a suffix for one response token: layers (with `again` only their inputs), final
     norm, FP32 logits (as softmax). The prompt's keys and values are read where the boundary holds them."""
     d, b = _dims(hf_config, tp), w.itemsize
-    layers = d.layers * (b * d.hidden if again else layer_bytes(d, w))
+    layers = d.layers * b * d.hidden if again else d.layers * layer_bytes(d, w) + _rotary_bytes(d)
     return layers + _norm_bytes(d.hidden, w) + b * d.hidden + 4 * d.vocab
 
 
