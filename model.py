@@ -12,9 +12,12 @@ The prefix does not depend on the response, so it may run while the engine still
 prefix_backward() sends the sum through the language model, the projector and the vision tower once per group. The last
 prompt token belongs to the suffix, so that no hidden state has to cross the boundary.
 
-Responses of unequal length travel end to end, without padding. They attend to the boundary and to themselves in two
-calls of a flash kernel, merged by their log-sum-exp: a prompt's K and V are read where they lie, once for all its
-responses, and never copied.
+Prompts and responses of unequal length travel end to end, without padding. All responses attend to the boundary in one
+call of a flash kernel and to themselves in a second, merged by their log-sum-exp: a prompt's K and V are read where
+they lie, once for all its responses, and never copied.
+
+Of the logits, the largest tensor of a pass, autograd keeps what the matrix product gave, and no FP32 copy ever exists:
+a GPU makes log-probabilities and gradients from it in a kernel of ours (Triton) each, a CPU in chunks of rows.
 
 With `recompute_layers` a pass that is trained keeps only the input of each layer and of each block of the vision tower;
 backward computes one after the other again. K and V leave such a layer as its outputs, so that the boundary's gradients
@@ -26,7 +29,7 @@ of memory that weights.py lays out: this file only says which function they comp
 Run:
     python model.py                          # CPU or GPU: the tiny model's split pass; what sharing a prefix saves
     torchrun --nproc-per-node 2 model.py     # the same at TP 2
-Left out on purpose: pipeline and context parallelism, fused GPU kernels.
+Left out on purpose: pipeline and context parallelism, an attention kernel that merges both parts itself.
 To add a model, add its configuration to configs.py, its tensors to weights.table() and its forward pass here.
 """
 
@@ -38,7 +41,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -55,9 +61,9 @@ from rollout import FORBIDDEN_BIAS
 from vision import VisionTower, WithMedia
 from weights import VOCAB_MULTIPLE
 
-# B prompts, N responses a prompt, P prompt tokens, S response tokens (padded), T tokens of all responses (packed), H
-# query heads, K key/value heads of this rank, D head size, V vocabulary rows of this rank. Megatron's activations are
-# [tokens, batch, ...].
+# B prompts, N responses a prompt, P prompt tokens, S response tokens (padded), T tokens of a pass (packed), H query
+# heads, K key/value heads of this rank, D head size, V vocabulary rows of this rank. Megatron's activations are
+# [tokens, batch, ...], here [T, 1, ...].
 
 
 # ---- positions -------------------------------------------------------------------------------------------------------
@@ -215,6 +221,125 @@ def _require_kernels(device: torch.device, dtype: torch.dtype) -> None:
         raise ValueError("--dtype float32: a GPU's flash attention has no kernel for it; use --dtype bfloat16")
 
 
+# ---- log-probabilities -----------------------------------------------------------------------------------------------
+
+CHUNK = 2**22  # FP32 elements that a CPU has at once; a GPU has a few in registers
+LOWEST = -3e38  # in place of a maximum of -inf: a rank's rows may all be padding of the vocabulary
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """log_softmax((logits + bias) / temperature) at one target a row, in FP32.
+
+    Saves the logits as they come, in the model's dtype, and of each row the maximum and the sum of exponentials. The
+    gradient takes the logits' place, so there can be only one backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets, bias, temperature):
+        """logits [T, V] and bias [V] float32 of this rank's part of the vocabulary, targets [T] int64 -> [T] float32. A
+        collective of the tensor-parallel group."""
+        columns = targets - logits.shape[1] * parallel_state.get_tensor_model_parallel_rank()
+        highest, total, chosen = _row_statistics(logits, columns, bias, temperature)
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            group, own = parallel_state.get_tensor_model_parallel_group(), highest.clone()
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(total.mul_((own - highest).exp()), group=group)
+            dist.all_reduce(chosen, group=group)
+        ctx.bias, ctx.temperature = bias, temperature
+        ctx.save_for_backward(logits, columns, highest, total)
+        return chosen - highest - total.log()
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, *rows = ctx.saved_tensors
+        _into_gradient(logits, grad.contiguous(), *rows, ctx.bias, ctx.temperature)
+        return logits, None, None, None
+
+
+def _row_statistics(logits, columns, bias, temperature: float) -> tuple[torch.Tensor, ...]:
+    """Of each row of (logits + bias) / temperature the maximum, the sum of exp(value - maximum), and the value at the
+    column, 0 if that is outside: [T] float32 each."""
+    if logits.is_cuda:
+        return _row_statistics_fused(logits, columns, bias, temperature)
+    parts = []
+    for x, column in zip(*_in_chunks(logits, columns), strict=True):
+        x = (x + bias).div_(temperature)
+        own = (column >= 0) & (column < len(bias))
+        chosen = x.gather(1, (column * own)[:, None])[:, 0].where(own, 0)
+        highest = x.amax(1).clamp(min=LOWEST)
+        parts.append((highest, x.sub_(highest[:, None]).exp_().sum(1), chosen))
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
+def _into_gradient(logits, grad, columns, highest, total, bias, temperature: float) -> None:
+    """Overwrite logits with grad · ((column is the target) - softmax) / temperature."""
+    if logits.is_cuda:
+        _into_gradient_fused(logits, grad, columns, highest, total, bias, temperature)
+        return
+    rows = grad / temperature, columns, highest, total
+    for x, scale, column, top, sums in zip(*_in_chunks(logits, *rows), strict=True):
+        softmax = (x + bias).div_(temperature).sub_(top[:, None]).exp_()
+        softmax.mul_((-scale / sums)[:, None])
+        own = ((column >= 0) & (column < len(bias))).nonzero()[:, 0]
+        softmax[own, column[own]] += scale[own]
+        x.copy_(softmax)
+
+
+def _in_chunks(logits: torch.Tensor, *rows: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    n = max(1, CHUNK // logits.shape[1])
+    return [tensor.split(n) for tensor in (logits, *rows)]
+
+
+def _row_statistics_fused(logits, columns, bias, temperature: float) -> tuple[torch.Tensor, ...]:
+    assert logits.is_contiguous(), "the kernel takes rows one behind the other"
+    out = [torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(3)]
+    _statistics_kernel[(len(logits),)](logits, columns, bias, *out, temperature, len(bias), BLOCK=4096, num_warps=8)
+    return tuple(out)
+
+
+def _into_gradient_fused(logits, grad, columns, highest, total, bias, temperature: float) -> None:
+    block = 4096
+    grid = len(logits), triton.cdiv(len(bias), block)
+    rows = grad, columns, highest, total
+    _gradient_kernel[grid](logits, *rows, bias, temperature, len(bias), BLOCK=block, num_warps=8)
+
+
+@triton.jit
+def _statistics_kernel(logits, columns, bias, highest, total, chosen, temperature, width, BLOCK: tl.constexpr):
+    """A program takes a row; each of its lanes has a maximum and a sum of its own until the end."""
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.full([BLOCK], -3e38, tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < width
+        x = tl.load(logits + row * width + at, inside, other=0).to(tl.float32)
+        x = (x + tl.load(bias + at, inside, other=float("-inf"))) / temperature
+        higher = tl.maximum(top, x)
+        sums = sums * tl.exp(top - higher) + tl.exp(x - higher)
+        top = higher
+    most = tl.max(top, 0)
+    tl.store(highest + row, most)
+    tl.store(total + row, tl.sum(sums * tl.exp(top - most), 0))
+    column = tl.load(columns + row)
+    own = (column >= 0) & (column < width)
+    value = tl.load(logits + row * width + column, own, other=0).to(tl.float32) + tl.load(bias + column, own, other=0)
+    tl.store(chosen + row, value / temperature)
+
+
+@triton.jit
+def _gradient_kernel(logits, grad, columns, highest, total, bias, temperature, width, BLOCK: tl.constexpr):
+    """A program takes a block of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    place = logits + row * width + at
+    x = (tl.load(place, inside, other=0).to(tl.float32) + tl.load(bias + at, inside, other=0)) / temperature
+    softmax = tl.exp(x - tl.load(highest + row)) / tl.load(total + row)
+    target = tl.where(at == tl.load(columns + row), 1.0, 0.0)
+    tl.store(place, (target - softmax) * (tl.load(grad + row) / temperature), inside)
+
+
 # ---- layers whose weights match the engine's storage -----------------------------------------------------------------
 
 
@@ -255,7 +380,7 @@ class GatedMLP(torch.nn.Module):
         self.down = _row(config, config.ffn_hidden_size)
 
     def forward(self, x, **unused):
-        """[s, b, hidden] -> [s, b, hidden], None (Megatron's bias, added elsewhere)."""
+        """[T, 1, hidden] -> [T, 1, hidden], None (Megatron's bias, added elsewhere)."""
         x = tensor_parallel.copy_to_tensor_model_parallel_region(x)
         out = gated_mlp(x.flatten(0, 1), self.gate, self.up, self.down).view_as(x)
         return tensor_parallel.reduce_from_tensor_model_parallel_region(out), None
@@ -318,7 +443,7 @@ class _Layer(TransformerLayer):
     """Megatron's layer, computed again in its backward where the boundary says so."""
 
     def forward(self, hidden_states, packed_seq_params, **kwargs):
-        """[s, b, hidden] -> [s, b, hidden], None (Megatron's context)."""
+        """[T, 1, hidden] -> [T, 1, hidden], None (Megatron's context)."""
         boundary, number = packed_seq_params, self.layer_number
         prefix = boundary.runs is None
         last = prefix and number == self.config.num_layers  # ends in _AllCaptured: only its norm would be kept anyway
@@ -433,25 +558,22 @@ class QwenVL(torch.nn.Module):
         vocabulary. A collective of the tensor-parallel group.
         """
         lengths = [[max(1, n) for n in own] for own in lengths]
-        inputs, targets, places = [], [], []  # of each response, a token's predecessor, the token, its position
+        before, where, places, start = [], [], [], 0  # where: of each token in the responses end to end, with padding
         for sample, first, r, own in zip(prefix.samples, prefix.last_positions, responses, lengths, strict=True):
-            before = F.pad(r[:, :-1], (1, 0), value=int(sample.input_ids[-1]))
-            inputs += [row[:n] for row, n in zip(before, own, strict=True)]
-            targets += [row[:n] for row, n in zip(r, own, strict=True)]
+            before.append(F.pad(r[:, :-1], (1, 0), value=int(sample.input_ids[-1])).flatten())
+            where += [torch.arange(start + i * r.shape[1], start + i * r.shape[1] + n) for i, n in enumerate(own)]
             places += [torch.arange(first, first + n) for n in own]
-        tokens, pos = torch.cat(targets), torch.cat(places).expand(3, 1, -1)  # [T], [3, 1, T]
+            start += r.numel()
+        where, pos = memory.upload(torch.cat(where)), torch.cat(places).expand(3, 1, -1)  # [T], [3, 1, T]
+        tokens, targets = torch.cat(before)[where], torch.cat([r.flatten() for r in responses])[where]
         boundary = _suffix_boundary(prefix, lengths, self.recompute_layers)
-        hidden = self._decode(self.lm.embedding(torch.cat(inputs)[None], None), pos, boundary)  # [T, 1, hidden]
+        hidden = self._decode(self.lm.embedding(tokens[None], None), pos, boundary)  # [T, 1, hidden]
         weight = self.lm.shared_embedding_or_output_weight() if self.tied else None
         logits, _ = self.lm.output_layer(hidden, weight=weight)  # [T, 1, V]
-        logits = logits + self.logit_bias  # FP32, as the bias is
-        logits = logits if temperature == 1 else logits / temperature
-        logprobs = -tensor_parallel.vocab_parallel_cross_entropy(logits, tokens[:, None])[:, 0]
-        parts = iter(logprobs.split(boundary.sequences.lengths))
-        return [
-            torch.stack([F.pad(next(parts), (0, r.shape[1] - n)) for n in own]) if own else r.new_zeros(r.shape).float()
-            for r, own in zip(responses, lengths, strict=True)
-        ]
+        logprobs = _TargetLogprobs.apply(logits.squeeze(1), targets, self.logit_bias, float(temperature))
+        whole = logprobs.new_zeros(start).index_copy(0, where, logprobs)
+        parts = whole.split([r.numel() for r in responses])
+        return [part.view(r.shape) for part, r in zip(parts, responses, strict=True)]
 
     def prefix_backward(self, prefix: Prefix) -> None:
         """Send the gradients that the suffixes left at the boundary through the prefix, the projector and the vision
@@ -545,8 +667,6 @@ def _main() -> None:
     """Forward and backward of one prompt with N responses, prefix shared and not shared."""
     import time
     from types import SimpleNamespace
-
-    import torch.distributed as dist
 
     import configs
     import weights

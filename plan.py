@@ -326,10 +326,11 @@ def kv_token_bytes(hf_config, w: Workload, tp: int) -> int:
 
 def suffix_token_bytes(hf_config, w: Workload, tp: int, again: bool = False) -> int:
     """Saved by the forward pass of a suffix for one response token: layers (with `again` only their inputs), final
-    norm, FP32 logits (as softmax). The prompt's keys and values are read where the boundary holds them."""
+    norm, logits and three FP32 numbers about them. The prompt's keys and values are read where the boundary holds
+    them."""
     d, b = _dims(hf_config, tp), w.itemsize
     layers = d.layers * b * d.hidden if again else d.layers * layer_bytes(d, w) + _rotary_bytes(d)
-    return layers + _norm_bytes(d.hidden, w) + b * d.hidden + 4 * d.vocab
+    return layers + _norm_bytes(d.hidden, w) + b * d.hidden + b * d.vocab + 12
 
 
 def suffix_again_token_bytes(hf_config, w: Workload, tp: int) -> int:
@@ -449,9 +450,7 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
         "suffix_work": gpu * at_once.response * _suffix_work(*model),
         "logprobs": groups * w.n * w.response_tokens * (13 + 4 * w.reference),
         "prefix_work": gpu * prompts(_prefix_work(*model), at_once.prompt),
-        # Beside the FP32 softmax: the logits in b bytes, and in FP32 before the temperature divides them.
-        "logits_work": gpu * at_once.response * d.vocab * (w.itemsize + 4),
-        "softmax": gpu * at_once.response * d.vocab * 4,  # where autograd does not keep it
+        "logits": gpu * at_once.response * d.vocab * w.itemsize,  # where autograd does not keep them
         "boundary_work": gpu * prompts(boundary, at_once.prompt),  # its gradients
         "parameter_work": gpu * w.itemsize * held.largest,  # the gradient that is on its way into the buffer
     }
@@ -496,14 +495,14 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
         yield window("1", "actor prefix", s["prefix_work"], **kv, **frozen, **actor, prefix_activations=produced)
     if w.reference:
         rest = actor | {"prefix_activations": waiting} if ahead else {}
-        work = max(s["logits_work"] + s["softmax"], 0 if ahead else s["prefix_work"])
+        work = max(s["logits"], 0 if ahead else s["prefix_work"])
         yield window("2", "reference suffix", work, **rest, **frozen, **tokens, **reference)
     base = actor | tokens | gradient
     if not ahead:
         yield window("2", "actor prefix", s["prefix_work"], **base, prefix_activations=produced)
     # The suffixes' backward leaves gradients at the boundary, where the prefix's starts from them.
     work, more = s["boundary_work"] + s["parameter_work"], {"suffix_activations": s["suffix"]}
-    yield window("2", "actor suffix", work + s["logits_work"], **base, prefix_activations=waiting, **more)
+    yield window("2", "actor suffix", work, **base, prefix_activations=waiting, **more)
     if policy.recompute_layers:  # otherwise what a backward pass frees is more than what it computes
         more = {"suffix_activations": s["suffix_again"]}
         yield window("2", "suffix backward", work + s["suffix_work"], **base, prefix_activations=waiting, **more)
@@ -558,7 +557,7 @@ def _formulas(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Me
         "reference_boundary": boundary,
         "reference": f"{b} B x {shard}",
         "prefix_activations": f"{prefix}, a prompt; {_kept(policy)}{kept}",
-        "suffix_activations": f"({a_layer} B x {d.layers} layers + {4 * d.vocab} B of logits) a token x "
+        "suffix_activations": f"({a_layer} B x {d.layers} layers + {b * d.vocab} B of logits) a token x "
         f"{at_once.response} a pass{kept}",
         "logprobs": f"{13 + 4 * w.reference} B x {groups * w.n * w.response_tokens} response tokens",
         "gradient": f"4 B x {shard}",
