@@ -12,9 +12,12 @@ The prefix does not depend on the response, so it may run while the engine still
 prefix_backward() sends the sum through the language model, the projector and the vision tower once per group. The last
 prompt token belongs to the suffix, so that no hidden state has to cross the boundary.
 
-Responses of unequal length travel end to end, without padding. They attend to the boundary and to themselves in two
-calls of a flash kernel, merged by their log-sum-exp: a prompt's K and V are read where they lie, once for all its
-responses, and never copied.
+Prompts and responses of unequal length travel end to end, without padding. All responses attend to the boundary in one
+call of a flash kernel and to themselves in a second, merged by their log-sum-exp: a prompt's K and V are read where
+they lie, once for all its responses, and never copied.
+
+Of the logits, the largest tensor of a pass, autograd keeps what the matrix product gave, and no FP32 copy ever exists:
+a GPU makes log-probabilities and gradients from it in a kernel of ours (Triton) each, a CPU in chunks of rows.
 
 With `recompute_layers` a pass that is trained keeps only the input of each layer and of each block of the vision tower;
 backward computes one after the other again. K and V leave such a layer as its outputs, so that the boundary's gradients
@@ -26,36 +29,41 @@ of memory that weights.py lays out: this file only says which function they comp
 Run:
     python model.py                          # CPU or GPU: the tiny model's split pass; what sharing a prefix saves
     torchrun --nproc-per-node 2 model.py     # the same at TP 2
-Left out on purpose: pipeline and context parallelism, fused GPU kernels.
+Left out on purpose: pipeline and context parallelism, an attention kernel that merges both parts itself.
 To add a model, add its configuration to configs.py, its tensors to weights.table() and its forward pass here.
 """
 
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2_5_VLConfig
 
 import memory
 from configs import forbidden_ids
-from layers import Again, Packed, gated_mlp
+from layers import Again, Packed, gated_mlp, rotate
 from rollout import FORBIDDEN_BIAS
 from vision import VisionTower, WithMedia
 from weights import VOCAB_MULTIPLE
 
-# B prompts, N responses a prompt, P prompt tokens, S response tokens (padded), T tokens of all responses (packed), H
-# query heads, K key/value heads of this rank, D head size, V vocabulary rows of this rank. Megatron's activations are
-# [tokens, batch, ...].
+# B prompts, N responses a prompt, P prompt tokens, S response tokens (padded), T tokens of a pass (packed), H query
+# heads, K key/value heads of this rank, D head size, V vocabulary rows of this rank. Megatron's activations are
+# [tokens, batch, ...], here [T, 1, ...].
 
 
 # ---- positions -------------------------------------------------------------------------------------------------------
@@ -93,53 +101,41 @@ def positions(input_ids: list[int], grid_thw: list[list[int]], second_per_grid: 
 class _Boundary(PackedSeqParams):
     """Tells the attention layers what to do in one forward pass; travels in Megatron's packed_seq_params argument.
 
-    In a prefix pass `kv` is filled with each layer's key and value [P−1, B, K, D]; in a suffix pass it holds, for each
-    layer, every prompt's own pair [P−1, 1, K, D].
+    A pass is one row of sequences, prompts or responses, end to end. A prefix pass fills `kv` with each layer's key and
+    value, [tokens of all prefixes, K, D]; a suffix pass reads them there.
     """
 
     kv: dict = field(default_factory=dict)
-    responses: Packed | None = None  # in a suffix pass
-    groups: list[tuple] = field(default_factory=list)  # each prompt's rows, these as one sequence, its P−1 keys
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cosine and sine [T, 1, D / 2] float32, for all layers
+    sequences: Packed | None = None
+    runs: list["_Run"] | None = None  # in a suffix pass
     again: bool = False  # whether layers keep only their input
+
+
+class _Run(NamedTuple):
+    """Neighbouring prompts that have both responses in a pass and a prefix: one call of a kernel, which need not know
+    what to do with an empty sequence."""
+
+    rows: slice  # of the pass
+    keys: slice  # of the boundary
+    queries: Packed  # each prompt's rows as one sequence
+    prefixes: Packed
 
 
 def _suffix_boundary(prefix: "Prefix", lengths: list[list[int]], again: bool = False) -> _Boundary:
     """For responses of these lengths, prompt by prompt."""
-    groups, start = [], 0
-    for sample, own in zip(prefix.samples, lengths, strict=True):
-        rows, prefix_tokens = sum(own), len(sample.input_ids) - 1
-        groups.append((slice(start, start + rows), Packed([rows]), Packed([prefix_tokens])))
-        start += rows
+    counts = [(sum(own), len(sample.input_ids) - 1) for sample, own in zip(prefix.samples, lengths, strict=True)]
+    runs, row, key = [], 0, 0
+    for attend, neighbours in groupby(counts, all):
+        queries, prefixes = zip(*neighbours, strict=True)
+        rows, keys = slice(row, row := row + sum(queries)), slice(key, key := key + sum(prefixes))
+        runs += [_Run(rows, keys, Packed(queries), Packed(prefixes))] if attend else []
     responses = Packed([n for own in lengths for n in own])
-    return _Boundary(qkv_format="sbhd", kv=prefix.kv, responses=responses, groups=groups, again=again)
+    return _Boundary(qkv_format="sbhd", kv=prefix.kv, sequences=responses, runs=runs, again=again)
 
 
 class _AllCaptured(Exception):
     """The last layer's key and value are there: nothing of a prefix is needed beyond them."""
-
-
-class BoundaryAttention(torch.nn.Module):
-    """Megatron's core attention: causal, and in a suffix pass a response also attends to its prompt's whole prefix."""
-
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, **unused):
-        super().__init__()
-        self.layer_number, self.last = layer_number, layer_number == config.num_layers
-
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **unused):
-        """query [s, b, H, D], key and value [s, b, K, D], all after rotary embedding -> [s, b, H·D].
-
-        A suffix pass is one row, b = 1. Raises _AllCaptured in the last layer of a prefix pass.
-        """
-        boundary = packed_seq_params
-        value = value.contiguous()  # Megatron's is a view, which would keep its whole mixed QKV output alive
-        if boundary.responses is None:
-            boundary.kv[self.layer_number] = (key, value)
-            if self.last:
-                raise _AllCaptured
-            return _causal(query, key, value)
-        own = (x.squeeze(1) for x in (query, key, value))
-        prefixes = (x.squeeze(1) for pair in boundary.kv[self.layer_number] for x in pair)
-        return _SharedPrefix.apply(*own, boundary.responses, boundary.groups, *prefixes).flatten(1)[:, None]
 
 
 class _SharedPrefix(torch.autograd.Function):
@@ -152,31 +148,34 @@ class _SharedPrefix(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, responses, groups, *prefixes):
-        """query [T, H, D], key and value [T, K, D]; prefixes: each prompt's key, value [P−1, K, D] -> [T, H, D]."""
-        out, lse = _flash(query, key, value, responses, responses, True)
-        for (rows, *packed), k, v in zip(groups, prefixes[::2], prefixes[1::2], strict=True):
-            if len(k) and rows.stop > rows.start:  # neither a prompt of one token, nor one without a response here
-                part, part_lse = _flash(query[rows], k, v, *packed, False)
-                own = torch.sigmoid(lse[:, rows] - part_lse).t()[:, :, None]  # the response's share of the total
-                out[rows] = torch.lerp(part.float(), out[rows].float(), own).to(out.dtype)
-                lse[:, rows] = torch.logaddexp(lse[:, rows], part_lse)
-        ctx.responses, ctx.groups = responses, groups
+    def forward(ctx, query, key, value, sequences, runs, *prefixes):
+        """query [T, H, D], key and value [T, K, D] of `sequences`; prefixes: key and value [·, K, D] of all prompts, of
+        which `runs` says who attends to which; none in a prefix pass -> [T, H, D]."""
+        out, lse = _flash(query, key, value, sequences, sequences, True)
+        for rows, keys, *packed in runs:
+            part, part_lse = _flash(query[rows], *(x[keys] for x in prefixes), *packed, False)
+            share = torch.sigmoid(part_lse - lse[:, rows]).t()[:, :, None]  # the prefix's of the total
+            out[rows].lerp_(part, share.to(out.dtype))
+            lse[:, rows] = torch.logaddexp(lse[:, rows], part_lse)
+        ctx.sequences, ctx.runs = sequences, runs
         ctx.save_for_backward(query, key, value, out, lse, *prefixes)
         return out
 
     @staticmethod
     def backward(ctx, grad):
         query, key, value, out, lse, *prefixes = ctx.saved_tensors
-        dq, dk, dv = _flash_backward(grad, query, key, value, out, lse, ctx.responses, ctx.responses, True)
-        shared = []  # gradients of the prefixes
-        for (rows, *packed), k, v in zip(ctx.groups, prefixes[::2], prefixes[1::2], strict=True):
-            d_prefix = None, None
-            if len(k) and rows.stop > rows.start:
-                rest = out[rows], lse[:, rows], *packed
-                part, *d_prefix = _flash_backward(grad[rows], query[rows], k, v, *rest, False)
-                dq[rows] += part
-            shared += d_prefix
+        dq, dk, dv = _flash_backward(grad, query, key, value, out, lse, ctx.sequences, ctx.sequences, True)
+        shared = [None] * len(prefixes)
+        for rows, keys, *packed in ctx.runs:
+            ours = query[rows], *(x[keys] for x in prefixes), out[rows], lse[:, rows]
+            part, *parts = _flash_backward(grad[rows], *ours, *packed, False)
+            dq[rows].add_(part)
+            for i, (gradient, whole) in enumerate(zip(parts, prefixes, strict=True)):
+                if len(gradient) == len(whole):
+                    shared[i] = gradient
+                else:
+                    shared[i] = torch.zeros_like(whole) if shared[i] is None else shared[i]
+                    shared[i][keys] = gradient
         return dq, dk, dv, None, None, *shared
 
 
@@ -217,23 +216,135 @@ def _tokens_first(sequences: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat([sequence[0].transpose(0, 1) for sequence in sequences])
 
 
-def _causal(query, key, value) -> torch.Tensor:
-    """[s, b, heads, D] each -> [s, b, H·D]."""
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
-
-
 def _require_kernels(device: torch.device, dtype: torch.dtype) -> None:
     if device.type == "cuda" and dtype == torch.float32:
         raise ValueError("--dtype float32: a GPU's flash attention has no kernel for it; use --dtype bfloat16")
 
 
+# ---- log-probabilities -----------------------------------------------------------------------------------------------
+
+CHUNK = 2**22  # FP32 elements that a CPU has at once; a GPU has a few in registers
+LOWEST = -3e38  # in place of a maximum of -inf: a rank's rows may all be padding of the vocabulary
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """log_softmax((logits + bias) / temperature) at one target a row, in FP32.
+
+    Saves the logits as they come, in the model's dtype, and of each row the maximum and the sum of exponentials. The
+    gradient takes the logits' place, so there can be only one backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets, bias, temperature):
+        """logits [T, V] and bias [V] float32 of this rank's part of the vocabulary, targets [T] int64 -> [T] float32. A
+        collective of the tensor-parallel group."""
+        columns = targets - logits.shape[1] * parallel_state.get_tensor_model_parallel_rank()
+        highest, total, chosen = _row_statistics(logits, columns, bias, temperature)
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            group, own = parallel_state.get_tensor_model_parallel_group(), highest.clone()
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(total.mul_((own - highest).exp()), group=group)
+            dist.all_reduce(chosen, group=group)
+        ctx.bias, ctx.temperature = bias, temperature
+        ctx.save_for_backward(logits, columns, highest, total)
+        return chosen - highest - total.log()
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, *rows = ctx.saved_tensors
+        _into_gradient(logits, grad.contiguous(), *rows, ctx.bias, ctx.temperature)
+        return logits, None, None, None
+
+
+def _row_statistics(logits, columns, bias, temperature: float) -> tuple[torch.Tensor, ...]:
+    """Of each row of (logits + bias) / temperature the maximum, the sum of exp(value - maximum), and the value at the
+    column, 0 if that is outside: [T] float32 each."""
+    if logits.is_cuda:
+        return _row_statistics_fused(logits, columns, bias, temperature)
+    parts = []
+    for x, column in zip(*_in_chunks(logits, columns), strict=True):
+        x = (x + bias).div_(temperature)
+        own = (column >= 0) & (column < len(bias))
+        chosen = x.gather(1, (column * own)[:, None])[:, 0].where(own, 0)
+        highest = x.amax(1).clamp(min=LOWEST)
+        parts.append((highest, x.sub_(highest[:, None]).exp_().sum(1), chosen))
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
+def _into_gradient(logits, grad, columns, highest, total, bias, temperature: float) -> None:
+    """Overwrite logits with grad · ((column is the target) - softmax) / temperature."""
+    if logits.is_cuda:
+        _into_gradient_fused(logits, grad, columns, highest, total, bias, temperature)
+        return
+    rows = grad / temperature, columns, highest, total
+    for x, scale, column, top, sums in zip(*_in_chunks(logits, *rows), strict=True):
+        softmax = (x + bias).div_(temperature).sub_(top[:, None]).exp_()
+        softmax.mul_((-scale / sums)[:, None])
+        own = ((column >= 0) & (column < len(bias))).nonzero()[:, 0]
+        softmax[own, column[own]] += scale[own]
+        x.copy_(softmax)
+
+
+def _in_chunks(logits: torch.Tensor, *rows: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    n = max(1, CHUNK // logits.shape[1])
+    return [tensor.split(n) for tensor in (logits, *rows)]
+
+
+def _row_statistics_fused(logits, columns, bias, temperature: float) -> tuple[torch.Tensor, ...]:
+    assert logits.is_contiguous(), "the kernel takes rows one behind the other"
+    out = [torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(3)]
+    _statistics_kernel[(len(logits),)](logits, columns, bias, *out, temperature, len(bias), BLOCK=4096, num_warps=8)
+    return tuple(out)
+
+
+def _into_gradient_fused(logits, grad, columns, highest, total, bias, temperature: float) -> None:
+    block = 4096
+    grid = len(logits), triton.cdiv(len(bias), block)
+    rows = grad, columns, highest, total
+    _gradient_kernel[grid](logits, *rows, bias, temperature, len(bias), BLOCK=block, num_warps=8)
+
+
+@triton.jit
+def _statistics_kernel(logits, columns, bias, highest, total, chosen, temperature, width, BLOCK: tl.constexpr):
+    """A program takes a row; each of its lanes has a maximum and a sum of its own until the end."""
+    row = tl.program_id(0).to(tl.int64)
+    top = tl.full([BLOCK], -3e38, tl.float32)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < width
+        x = tl.load(logits + row * width + at, inside, other=0).to(tl.float32)
+        x = (x + tl.load(bias + at, inside, other=float("-inf"))) / temperature
+        higher = tl.maximum(top, x)
+        sums = sums * tl.exp(top - higher) + tl.exp(x - higher)
+        top = higher
+    most = tl.max(top, 0)
+    tl.store(highest + row, most)
+    tl.store(total + row, tl.sum(sums * tl.exp(top - most), 0))
+    column = tl.load(columns + row)
+    own = (column >= 0) & (column < width)
+    value = tl.load(logits + row * width + column, own, other=0).to(tl.float32) + tl.load(bias + column, own, other=0)
+    tl.store(chosen + row, value / temperature)
+
+
+@triton.jit
+def _gradient_kernel(logits, grad, columns, highest, total, bias, temperature, width, BLOCK: tl.constexpr):
+    """A program takes a block of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    place = logits + row * width + at
+    x = (tl.load(place, inside, other=0).to(tl.float32) + tl.load(bias + at, inside, other=0)) / temperature
+    softmax = tl.exp(x - tl.load(highest + row)) / tl.load(total + row)
+    target = tl.where(at == tl.load(columns + row), 1.0, 0.0)
+    tl.store(place, (target - softmax) * (tl.load(grad + row) / temperature), inside)
+
+
 # ---- layers whose weights match the engine's storage -----------------------------------------------------------------
 
 
-def _column(config, rows: int, bias: bool = False, **kwargs) -> tensor_parallel.ColumnParallelLinear:
-    # The caller copies its input into the tensor-parallel region once for several of these, so their backward must not
+def _column(config, rows: int, bias: bool = False, shared: bool = True) -> tensor_parallel.ColumnParallelLinear:
+    # If several share an input, the caller copies that into the tensor-parallel region once, so their backward must not
     # reduce it.
     return tensor_parallel.ColumnParallelLinear(
         config.hidden_size,
@@ -242,8 +353,19 @@ def _column(config, rows: int, bias: bool = False, **kwargs) -> tensor_parallel.
         init_method=config.init_method,
         bias=bias,
         gather_output=False,
-        disable_grad_reduce=True,
-        **kwargs,
+        disable_grad_reduce=shared,
+    )
+
+
+def _row(config, columns: int) -> tensor_parallel.RowParallelLinear:
+    return tensor_parallel.RowParallelLinear(
+        columns,
+        config.hidden_size,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=True,
     )
 
 
@@ -255,42 +377,63 @@ class GatedMLP(torch.nn.Module):
         super().__init__()
         self.gate = _column(config, config.ffn_hidden_size)
         self.up = _column(config, config.ffn_hidden_size)
-        self.down = tensor_parallel.RowParallelLinear(
-            config.ffn_hidden_size,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-        )
+        self.down = _row(config, config.ffn_hidden_size)
 
     def forward(self, x, **unused):
-        """[s, b, hidden] -> [s, b, hidden], None (Megatron's bias, added elsewhere)."""
+        """[T, 1, hidden] -> [T, 1, hidden], None (Megatron's bias, added elsewhere)."""
         x = tensor_parallel.copy_to_tensor_model_parallel_region(x)
         out = gated_mlp(x.flatten(0, 1), self.gate, self.up, self.down).view_as(x)
         return tensor_parallel.reduce_from_tensor_model_parallel_region(out), None
 
 
-class SplitQKV(torch.nn.Module):
-    """Three projections in place of Megatron's fused one; interleaves their outputs by group, as its attention
-    expects."""
+class BoundaryAttention(torch.nn.Module):
+    """Self-attention with the parameters of Megatron's: causal, and in a suffix pass a response also attends to its
+    prompt's whole prefix.
 
-    def __init__(self, input_size, output_size, *, config, bias, **unused):
+    `split`: three projections in place of the fused one. Megatron's own module would interleave their outputs, take
+    them apart again, and rotate in a dozen kernels.
+    """
+
+    def __init__(self, config, layer_number, split, **unused):
         super().__init__()
-        self.head_size = config.kv_channels
-        kv = config.num_query_groups * config.kv_channels
-        self.q = _column(config, output_size - 2 * kv, bias)
-        self.k = _column(config, kv, bias)
-        self.v = _column(config, kv, bias)
+        self.layer_number, self.last = layer_number, layer_number == config.num_layers
+        self.split, self.head_size = split, config.kv_channels
+        query, kv = (n * config.kv_channels for n in (config.num_attention_heads, config.num_query_groups))
+        self.ratio = query // kv
+        if split:
+            sizes = {"q": query, "k": kv, "v": kv}
+            self.linear_qkv = torch.nn.ModuleDict({name: _column(config, n, True) for name, n in sizes.items()})
+        else:
+            self.linear_qkv = _column(config, query + 2 * kv, True, shared=False)
+        self.linear_proj = _row(config, query)
 
-    def forward(self, x):
-        """[s, b, hidden] -> [s, b, K·(r+2)·D] with r query heads a group, None."""
-        x = tensor_parallel.copy_to_tensor_model_parallel_region(x)
-        k = self.k(x)[0].unflatten(-1, (-1, self.head_size))  # [s, b, K, D]
-        v = self.v(x)[0].unflatten(-1, (-1, self.head_size))
-        q = self.q(x)[0].unflatten(-1, (k.shape[2], -1))  # [s, b, K, r·D]
-        return torch.cat([q, k, v], dim=-1).flatten(-2), None
+    def forward(self, x, packed_seq_params, **unused):
+        """[T, 1, hidden] -> [T, 1, hidden], None (Megatron's bias, added elsewhere).
+
+        Raises _AllCaptured in the last layer of a prefix pass.
+        """
+        boundary = packed_seq_params
+        query, key, value = self._projections(x)
+        key, shared = rotate(key, *boundary.rotary), ()
+        if boundary.runs is None:
+            boundary.kv[self.layer_number] = (key, value)
+            if self.last:
+                raise _AllCaptured
+        else:
+            shared = boundary.kv[self.layer_number]
+        query = rotate(query, *boundary.rotary)
+        out = _SharedPrefix.apply(query, key, value, boundary.sequences, boundary.runs or [], *shared)
+        return self.linear_proj(out.flatten(1)[:, None])
+
+    def _projections(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[T, 1, hidden] -> query [T, H, D], key and value [T, K, D]."""
+        if self.split:
+            x = tensor_parallel.copy_to_tensor_model_parallel_region(x)
+            return tuple(self.linear_qkv[name](x)[0].view(len(x), -1, self.head_size) for name in "qkv")
+        mixed = self.linear_qkv(x)[0].view(len(x), -1, (self.ratio + 2) * self.head_size)  # by group of heads
+        query, key, value = mixed.split([self.ratio * self.head_size, self.head_size, self.head_size], -1)
+        # Copied: views would keep all of `mixed` alive. The key is rotated, which copies it.
+        return query.reshape(len(x), -1, self.head_size), key, value.contiguous()
 
 
 # ---- layers that are computed again ----------------------------------------------------------------------------------
@@ -300,9 +443,9 @@ class _Layer(TransformerLayer):
     """Megatron's layer, computed again in its backward where the boundary says so."""
 
     def forward(self, hidden_states, packed_seq_params, **kwargs):
-        """[s, b, hidden] -> [s, b, hidden], None (Megatron's context)."""
+        """[T, 1, hidden] -> [T, 1, hidden], None (Megatron's context)."""
         boundary, number = packed_seq_params, self.layer_number
-        prefix = boundary.responses is None
+        prefix = boundary.runs is None
         last = prefix and number == self.config.num_layers  # ends in _AllCaptured: only its norm would be kept anyway
         if not boundary.again or last or not torch.is_grad_enabled():
             return super().forward(hidden_states, packed_seq_params=boundary, **kwargs)
@@ -328,13 +471,13 @@ class Prefix:
     """The kept state of B prompts for one role: `kv` is what the suffixes read, `attached` leads into the graph."""
 
     samples: list  # data.Sample
-    kv: dict[int, list[tuple[torch.Tensor, torch.Tensor]]]  # layer -> each prompt's leaves [P−1, 1, K, D]
-    attached: dict[int, tuple[torch.Tensor, torch.Tensor]] | None  # layer -> [P−1, B, K, D]; None: frozen, not kept
+    kv: dict[int, tuple[torch.Tensor, torch.Tensor]]  # layer -> leaves [tokens of all prefixes, K, D]
+    attached: dict[int, tuple[torch.Tensor, torch.Tensor]] | None  # the same with a graph; None: frozen, or not kept
     last_positions: list[int]  # of each prompt's last token, which every suffix computes again
 
     def leaves(self) -> list[torch.Tensor]:
         """Every leaf: what the boundary holds on the device."""
-        return [tensor for pairs in self.kv.values() for pair in pairs for tensor in pair]
+        return [tensor for pair in self.kv.values() for tensor in pair]
 
 
 class QwenVL(torch.nn.Module):
@@ -388,27 +531,21 @@ class QwenVL(torch.nn.Module):
         trained = torch.is_grad_enabled()
         with torch.set_grad_enabled(trained and keep):
             kv, last_positions = self._prefix_kv(samples, recompute_vision)
-        lengths = [len(sample.input_ids) - 1 for sample in samples]
-        leaves = {
-            layer: [
-                tuple(t.detach()[:p, b : b + 1].requires_grad_(trained) for t in pair) for b, p in enumerate(lengths)
-            ]
-            for layer, pair in kv.items()
-        }
+        leaves = {layer: tuple(t.detach().requires_grad_(trained) for t in pair) for layer, pair in kv.items()}
         return Prefix(samples, leaves, kv if trained and keep else None, last_positions)
 
     def _prefix_kv(
         self, samples: list, recompute_vision: bool = False
     ) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], list[int]]:
-        """Shorter prompts are padded at the end, where causal attention lets nothing see the padding."""
+        """Key and value of each layer, and where each prompt's last token stands."""
+        lengths, ids = _prefix_ids(samples)
         places = [positions(s.input_ids.tolist(), s.grid_thw.tolist(), s.second_per_grid, self.config) for s in samples]
-        longest = max(pos.shape[1] for pos in places)
-        pos = torch.stack([F.pad(pos, (0, longest - pos.shape[1])) for pos in places], dim=1)  # [3, B, P]
-        boundary = _Boundary(qkv_format="sbhd", again=self.recompute_layers)
-        end = max(1, longest - 1)  # one that nobody sees if P is 1 for all
+        pos = torch.cat([pos[:, :n] for pos, n in zip(places, lengths, strict=True)], dim=1)[:, None]  # [3, 1, T]
+        sequences = Packed([n for n in lengths if n])
+        boundary = _Boundary(qkv_format="sbhd", sequences=sequences, again=self.recompute_layers)
         with suppress(_AllCaptured):
-            embedded = self._embed(samples, self.recompute_layers or recompute_vision)
-            self._decode(embedded[:end], pos[:, :, :end], boundary)
+            embedded = self._embed(samples, ids, self.recompute_layers or recompute_vision)
+            self._decode(embedded, pos, boundary)
         if torch.is_grad_enabled() and not all(t.requires_grad for pair in boundary.kv.values() for t in pair):
             raise RuntimeError("a captured key or value has no graph: the prefix would silently get no gradient")
         return boundary.kv, [int(p[0, -1]) for p in places]
@@ -424,65 +561,63 @@ class QwenVL(torch.nn.Module):
         vocabulary. A collective of the tensor-parallel group.
         """
         lengths = [[max(1, n) for n in own] for own in lengths]
-        inputs, targets, places = [], [], []  # of each response, a token's predecessor, the token, its position
+        before, where, places, start = [], [], [], 0  # where: of each token in the responses end to end, with padding
         for sample, first, r, own in zip(prefix.samples, prefix.last_positions, responses, lengths, strict=True):
-            before = F.pad(r[:, :-1], (1, 0), value=int(sample.input_ids[-1]))
-            inputs += [row[:n] for row, n in zip(before, own, strict=True)]
-            targets += [row[:n] for row, n in zip(r, own, strict=True)]
+            before.append(F.pad(r[:, :-1], (1, 0), value=int(sample.input_ids[-1])).flatten())
+            where += [torch.arange(start + i * r.shape[1], start + i * r.shape[1] + n) for i, n in enumerate(own)]
             places += [torch.arange(first, first + n) for n in own]
-        tokens, pos = torch.cat(targets), torch.cat(places).expand(3, 1, -1)  # [T], [3, 1, T]
+            start += r.numel()
+        where, pos = memory.upload(torch.cat(where)), torch.cat(places).expand(3, 1, -1)  # [T], [3, 1, T]
+        tokens, targets = torch.cat(before)[where], torch.cat([r.flatten() for r in responses])[where]
         boundary = _suffix_boundary(prefix, lengths, self.recompute_layers)
-        hidden = self._decode(self.lm.embedding(torch.cat(inputs)[None], None), pos, boundary)  # [T, 1, hidden]
+        hidden = self._decode(self.lm.embedding(tokens[None], None), pos, boundary)  # [T, 1, hidden]
         weight = self.lm.shared_embedding_or_output_weight() if self.tied else None
         logits, _ = self.lm.output_layer(hidden, weight=weight)  # [T, 1, V]
-        logits = logits + self.logit_bias  # FP32, as the bias is
-        logits = logits if temperature == 1 else logits / temperature
-        logprobs = -tensor_parallel.vocab_parallel_cross_entropy(logits, tokens[:, None])[:, 0]
-        parts = iter(logprobs.split(boundary.responses.lengths))
-        return [
-            torch.stack([F.pad(next(parts), (0, r.shape[1] - n)) for n in own]) if own else r.new_zeros(r.shape).float()
-            for r, own in zip(responses, lengths, strict=True)
-        ]
+        logprobs = _TargetLogprobs.apply(logits.squeeze(1), targets, self.logit_bias, float(temperature))
+        whole = logprobs.new_zeros(start).index_copy(0, where, logprobs)
+        parts = whole.split([r.numel() for r in responses])
+        return [part.view(r.shape) for part, r in zip(parts, responses, strict=True)]
 
     def prefix_backward(self, prefix: Prefix) -> None:
         """Send the gradients that the suffixes left at the boundary through the prefix, the projector and the vision
         tower. Once for all prompts of `prefix`.
         """
         attached = self._prefix_kv(prefix.samples)[0] if prefix.attached is None else prefix.attached
-        tensors, gradients = [], []
-        for layer, pairs in prefix.kv.items():
-            for which, whole in enumerate(attached[layer]):
-                gradient = torch.zeros_like(whole)
-                for b, pair in enumerate(pairs):
-                    if pair[which].grad is not None:  # none: a one-token prompt, or every response masked
-                        gradient[: len(pair[which]), b : b + 1] = pair[which].grad
-                tensors.append(whole)
-                gradients.append(gradient)
+        tensors = [tensor for pair in attached.values() for tensor in pair]
+        # A leaf has none if every response was masked, or no prompt has a prefix.
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in prefix.leaves()]
         torch.autograd.backward(tensors, gradients)
         prefix.kv, prefix.attached = {}, None
 
-    def _embed(self, samples: list, recompute_vision: bool) -> torch.Tensor:
-        """Prompt embeddings [P, B, hidden] with the media's features in place of their placeholders."""
-        ids = pad_sequence([sample.input_ids for sample in samples], batch_first=True)  # [B, P] on the CPU
+    def _embed(self, samples: list, ids: torch.Tensor, recompute_vision: bool) -> torch.Tensor:
+        """Embeddings [T, 1, hidden] of the prefixes' tokens, with the media's features in place of their
+        placeholders."""
         visual = (ids == self.config.video_token_id) | (ids == self.config.image_token_id)
-        prompt, place = visual.nonzero(as_tuple=True)  # prompt by prompt, as the features come
+        rows = visual.nonzero()[:, 0]  # prompt by prompt, as the features come
         media = [medium for sample in samples for medium in sample.media]
         count = sum(sample.visual_tokens for sample in samples)
-        if len(place) != count:
-            raise RuntimeError(f"{len(place)} visual placeholders in the prompts, {count} features")
-        embedded = self.lm.embedding(memory.upload(ids), None)
+        if len(rows) != count:
+            raise RuntimeError(f"{len(rows)} visual placeholders in the prompts, {count} features")
+        embedded = self.lm.embedding(memory.upload(ids)[None], None)
         if not count:
             return embedded
         own, lengths = self.vision.share(media, recompute_vision)
-        rows = memory.upload(place * len(samples) + prompt)  # in [P, B], end to end
-        return WithMedia.apply(embedded.flatten(0, 1), own, rows, lengths).view_as(embedded)
+        return WithMedia.apply(embedded.squeeze(1), own, memory.upload(rows), lengths)[:, None]
 
     def _decode(self, embedded: torch.Tensor, pos: torch.Tensor, boundary: _Boundary) -> torch.Tensor:
-        """[s, b, hidden], positions [3, b, s] -> hidden states [s, b, hidden] after the final norm."""
-        rotary = self.lm.rotary_pos_emb(memory.upload(pos), self.lm.mrope_section)
-        return self.lm.decoder(
-            hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=boundary
-        )
+        """[T, 1, hidden], positions [3, 1, T] -> hidden states [T, 1, hidden] after the final norm."""
+        angles = self.lm.rotary_pos_emb(memory.upload(pos), self.lm.mrope_section).squeeze(1)
+        angles = angles[..., : angles.shape[-1] // 2]  # the second half repeats the first
+        boundary.rotary = angles.cos(), angles.sin()
+        return self.lm.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=boundary)
+
+
+def _prefix_ids(samples: list) -> tuple[list[int], torch.Tensor]:
+    """How many tokens each prompt's prefix has, and all of them on the CPU."""
+    lengths = [len(sample.input_ids) - 1 for sample in samples]
+    if not any(lengths):
+        lengths[0] = 1  # nobody attends to it
+    return lengths, torch.cat([sample.input_ids[:n] for sample, n in zip(samples, lengths, strict=True)])
 
 
 def _language_model(config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str) -> GPTModel:
@@ -517,10 +652,8 @@ def _language_model(config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str) -> G
     )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.module = _Layer
-    spec.submodules.self_attention.submodules.core_attention = BoundaryAttention
+    spec.submodules.self_attention = ModuleSpec(BoundaryAttention, params={"split": qkv == "split"})
     spec.submodules.mlp = GatedMLP
-    if qkv == "split":
-        spec.submodules.self_attention.submodules.linear_qkv = SplitQKV
     return GPTModel(
         megatron,
         spec,
@@ -537,8 +670,6 @@ def _main() -> None:
     """Forward and backward of one prompt with N responses, prefix shared and not shared."""
     import time
     from types import SimpleNamespace
-
-    import torch.distributed as dist
 
     import configs
     import weights

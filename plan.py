@@ -232,12 +232,17 @@ def _dims(hf_config, tp: int) -> Dims:
 def layer_bytes(d: Dims, w: Workload) -> int:
     """Saved by one layer of the language model for one token, if it is not computed again.
 
-    Two RMSNorms, each with its output, which a matrix product reads; values, rotated queries and keys, the rotary table
-    (cosine and sine, for both), attention output and log-sum-exp; gate and up.
+    Two RMSNorms, each with its output, which a matrix product reads; values, rotated queries and keys, attention output
+    and log-sum-exp; gate and up. The rotary table comes once for all layers.
     """
     b = w.itemsize
-    attention = b * (2 * d.query + 2 * d.kv + 4 * d.head) + 4 * d.heads
+    attention = b * (2 * d.query + 2 * d.kv) + 4 * d.heads
     return 2 * (_norm_bytes(d.hidden, w) + b * d.hidden) + attention + b * 2 * memory.align(d.inner, FILLED)
+
+
+def _rotary_bytes(d: Dims) -> int:
+    """The rotary table for one token: cosine and sine in FP32, each for half a head."""
+    return 4 * d.head
 
 
 def _norm_bytes(hidden: int, w: Workload) -> int:
@@ -282,18 +287,18 @@ def visual_share(w: Workload, tp: int) -> int:
 def prefix_bytes(hf_config, w: Workload, tp: int, again: bool = False, vision_again: bool = False) -> int:
     """Saved by the forward pass of one prompt's prefix: this rank's part of the media in the vision tower, then P − 1
     tokens through all layers but the last, of which only the norm is needed for its keys and values (held as the
-    boundary, not as saved tensors). With `again` (recompute_layers) those layers keep only their input, the first one's
-    with the last token; with `vision_again` (recompute_vision) only the tower's blocks do."""
+    boundary, not as saved tensors). With `again` (recompute_layers) those layers keep only their input; with
+    `vision_again` (recompute_vision) only the tower's blocks do."""
     d, b = _dims(hf_config, tp), w.itemsize
     tokens = w.prompt_tokens - 1
-    layers = b * d.hidden * ((d.layers - 1) * tokens + 1) if again else tokens * (d.layers - 1) * layer_bytes(d, w)
+    layers = (d.layers - 1) * (b * d.hidden if again else layer_bytes(d, w))
     patch = vision_bytes(hf_config, w, again or vision_again)
-    return layers + tokens * _last_bytes(d, w) + 4 * visual_share(w, tp) * patch
+    return tokens * (layers + _last_bytes(d, w)) + 4 * visual_share(w, tp) * patch
 
 
 def _last_bytes(d: Dims, w: Workload) -> int:
-    """Saved by the last layer of a prefix for one token: its norm, and the rotary table for its keys."""
-    return _norm_bytes(d.hidden, w) + w.itemsize * (d.hidden + 2 * d.head)
+    """Saved by the last layer of a prefix for one token: its norm, and the rotary table."""
+    return _norm_bytes(d.hidden, w) + w.itemsize * d.hidden + _rotary_bytes(d)
 
 
 def prefix_again_bytes(hf_config, w: Workload, tp: int) -> int:
@@ -307,8 +312,8 @@ def prefix_again_bytes(hf_config, w: Workload, tp: int) -> int:
 
 
 def _layer_again_bytes(d: Dims, w: Workload) -> int:
-    """What one layer, computed again, adds to its input for one token."""
-    return layer_bytes(d, w) - _input_bytes(d.hidden, w)
+    """What one layer, computed again, adds to its input for one token; the rotary table with it."""
+    return layer_bytes(d, w) + _rotary_bytes(d) - _input_bytes(d.hidden, w)
 
 
 def boundary_bytes(hf_config, w: Workload, tp: int) -> int:
@@ -324,10 +329,11 @@ def kv_token_bytes(hf_config, w: Workload, tp: int) -> int:
 
 def suffix_token_bytes(hf_config, w: Workload, tp: int, again: bool = False) -> int:
     """Saved by the forward pass of a suffix for one response token: layers (with `again` only their inputs), final
-    norm, FP32 logits (as softmax). The prompt's keys and values are read where the boundary holds them."""
+    norm, logits and three FP32 numbers about them. The prompt's keys and values are read where the boundary holds
+    them."""
     d, b = _dims(hf_config, tp), w.itemsize
-    layers = d.layers * (b * d.hidden if again else layer_bytes(d, w))
-    return layers + _norm_bytes(d.hidden, w) + b * d.hidden + 4 * d.vocab
+    layers = d.layers * b * d.hidden if again else d.layers * layer_bytes(d, w) + _rotary_bytes(d)
+    return layers + _norm_bytes(d.hidden, w) + b * d.hidden + b * d.vocab + 12
 
 
 def suffix_again_token_bytes(hf_config, w: Workload, tp: int) -> int:
@@ -447,9 +453,7 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
         "suffix_work": gpu * at_once.response * _suffix_work(*model),
         "logprobs": groups * w.n * w.response_tokens * (13 + 4 * w.reference),
         "prefix_work": gpu * prompts(_prefix_work(*model), at_once.prompt),
-        # Beside the FP32 softmax: the logits in b bytes, and in FP32 before the temperature divides them.
-        "logits_work": gpu * at_once.response * d.vocab * (w.itemsize + 4),
-        "softmax": gpu * at_once.response * d.vocab * 4,  # where autograd does not keep it
+        "logits": gpu * at_once.response * d.vocab * w.itemsize,  # where autograd does not keep them
         "boundary_work": gpu * prompts(boundary, at_once.prompt),  # its gradients
         "parameter_work": gpu * w.itemsize * held.largest,  # the gradient that is on its way into the buffer
     }
@@ -480,9 +484,9 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
 
     def training(base: dict[str, int], saved: int, when: str = "") -> Iterator[Window]:
         """Suffixes and backward of a micro-batch, beside prefixes that keep `saved` bytes in all."""
-        # The suffixes' backward leaves gradients at the boundary; the prefix's gathers them once more before it starts.
+        # The suffixes' backward leaves gradients at the boundary, where the prefix's starts from them.
         work, more = s["boundary_work"] + s["parameter_work"], {"suffix_activations": s["suffix"]}
-        yield window("2", f"actor suffix{when}", work + s["logits_work"], **base, prefix_activations=saved, **more)
+        yield window("2", f"actor suffix{when}", work, **base, prefix_activations=saved, **more)
         if policy.recompute_layers:  # otherwise what a backward pass frees is more than what it computes
             more = {"suffix_activations": s["suffix_again"]}
             yield window(
@@ -490,7 +494,7 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
             )
         consumed = {"keep": saved, "offload": s["prefix_layer"], "recompute": again}[kind]  # offloaded: layer by layer
         consumed += 0 if kind == "offload" else s["prefix_again"]
-        work += s["boundary_work"] + s["prefix_work"]
+        work += s["prefix_work"]
         yield window("2", f"prefix backward{when}", work, **base, prefix_activations=consumed)
 
     kv, actor = {"rollout_kv": s["rollout_kv"]}, {"actor_boundary": s["boundary_kept"]}
@@ -507,7 +511,7 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
         yield window("1", "actor prefix", s["prefix_work"], **kv, **frozen, **actor, prefix_activations=produced)
     if w.reference:
         rest = actor | {"prefix_activations": waiting} if ahead else {}
-        work = max(s["logits_work"] + s["softmax"], 0 if ahead else s["prefix_work"])
+        work = max(s["logits"], 0 if ahead else s["prefix_work"])
         yield window("2", "reference suffix", work, **rest, **frozen, **tokens, **reference)
     if ahead:
         yield from training(base | actor, waiting)
@@ -563,7 +567,7 @@ def _formulas(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Me
         "reference_boundary": boundary,
         "reference": f"{b} B x {shard}",
         "prefix_activations": f"{prefix}, a prompt; {_kept(policy)}{kept}",
-        "suffix_activations": f"({a_layer} B x {d.layers} layers + {4 * d.vocab} B of logits) a token x "
+        "suffix_activations": f"({a_layer} B x {d.layers} layers + {b * d.vocab} B of logits) a token x "
         f"{at_once.response} a pass{kept}",
         "logprobs": f"{13 + 4 * w.reference} B x {groups * w.n * w.response_tokens} response tokens",
         "gradient": f"4 B x {shard}",

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from test_model import LOGITS, logits_by_hand
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 import configs
@@ -214,6 +215,18 @@ def responses_share_their_prefix(actor, config) -> None:
     assert long[2] - long[1] == short[2] - short[1], "every response keeps a copy of its prefix"
 
 
+def logprobs_over_the_ranks() -> None:
+    """Each rank has its part of the vocabulary, of which one may be nothing but padding."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for case in LOGITS:
+        logits, bias, targets, weight, logprobs, gradient = logits_by_hand(*case)
+        part = logits.chunk(world, 1)[rank].clone().requires_grad_()
+        got = models._TargetLogprobs.apply(part * 1, targets, bias.chunk(world)[rank], case[2])
+        (got * weight).sum().backward()
+        assert relative(got, logprobs) <= 1e-6, f"{case}: log-probabilities"
+        assert relative(part.grad, gradient.chunk(world, 1)[rank]) <= 1e-6, f"{case}: gradient"
+
+
 def compare_gradients(actor, theirs: dict, table: list, plan, bar: float) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     for name, parameter in actor.named_parameters():
@@ -245,6 +258,7 @@ def main() -> None:
     memory.answer_cuda_queries()
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    logprobs_over_the_ranks()
     for source, kinds, qkv, dtype, logprob_bar, gradient_bar in json.loads(sys.argv[1]):
         case(Path(source), kinds, qkv, getattr(torch, dtype), logprob_bar, gradient_bar)
     dist.destroy_process_group()
