@@ -99,8 +99,16 @@ def step_figures(record: Record, events: list[dict]) -> dict[str, float | None]:
         lanes_of.setdefault((event["pid"], event["tid"]), []).append(event)
     trainers = [found for (_, tid), found in lanes_of.items() if tid == "train"]
     engines = [found for (_, tid), found in lanes_of.items() if tid != "train"]
-    prefixes = ("reference prefix", "actor prefix")
-    table = overlap_table([e for e in events if e["tid"] != "train" or e["name"] in prefixes])
+    ends = {e["pid"]: e["ts"] for e in events if e["name"] == "rollout wait"}  # prefixes that begin later are Phase 2's
+    prefixes = [
+        [
+            e
+            for e in lane
+            if e["name"] in ("reference prefix", "actor prefix") and e["ts"] < ends.get(e["pid"], math.inf)
+        ]
+        for lane in trainers
+    ]
+    table = overlap_table([event for lane in (*prefixes, *engines) for event in lane])
     spent, beside = (sum(row[i] for row in table.values()) for i in (0, 1))
     overlapped = record["overlap"] == "prefix"
     optimizer_s, floor_s = _longest(trainers, ("optimizer",)), record.get("optimizer_floor_s")
@@ -109,7 +117,7 @@ def step_figures(record: Record, events: list[dict]) -> dict[str, float | None]:
         "rollout_s": _longest(engines, None, makespan=True),
         "decode_s": _longest(engines, ("decode",)),
         "prefixes_alone_s": record.get("prefixes_alone_s"),
-        "prefixes_s": _longest(trainers, prefixes, makespan=True) if overlapped else None,
+        "prefixes_s": _longest(prefixes, None, makespan=True) if overlapped else None,
         "prefixes_beside": beside / spent if overlapped and spent else None,
         "optimizer_s": optimizer_s,
         "optimizer_over_floor": optimizer_s / floor_s if optimizer_s and floor_s else None,

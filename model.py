@@ -589,7 +589,7 @@ class QwenVL(torch.nn.Module):
         torch.autograd.backward(tensors, gradients)
         prefix.kv, prefix.attached = {}, None
 
-    def _embed(self, samples: list, ids: torch.Tensor, recompute_vision: bool) -> torch.Tensor:
+    def _embed(self, samples: list, ids: torch.Tensor, recompute_vision: bool = False) -> torch.Tensor:
         """Embeddings [T, 1, hidden] of the prefixes' tokens, with the media's features in place of their
         placeholders."""
         visual = (ids == self.config.video_token_id) | (ids == self.config.image_token_id)

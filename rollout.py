@@ -315,6 +315,10 @@ class EngineClient:
             raise RuntimeError(f"engine {self.engine} refused a request: {'; '.join(refusals)}")
         return taken
 
+    def wait_for_prompts(self) -> None:
+        """Wait until the engine has taken every prompt of generate() into its batch, or all of them are finished."""
+        self._wait_until(lambda: len(self._prompt_ids) == len(self._order) or not self._open_calls)
+
     def abort(self) -> None:
         """Stop everything outstanding: wait() then also returns the partial responses, with finish_reason "abort"."""
         self._send(("abort",))

@@ -3,7 +3,7 @@
             Phase 1: everyone reads θk                         Phase 2: rollout memory is gone      Phase 3: nobody
             reads θk
     engine  [prefill][ decode . . . . . . . . . . . . . . . ]
-    trainer          [ref prefix][actor prefix]                 [ref suffix][actor suffix][backward]  [optimizer → θk+1]
+    trainer           [ref prefix][actor prefix]                [ref suffix][actor suffix][backward]  [optimizer → θk+1]
             ├ barrier 1                                         ├ barrier 2                           ├ barrier 3
 
 `overlap none` computes a prefix where its suffix needs it, after generation; `overlap prefix` computes it beside
@@ -344,11 +344,20 @@ class Schedule:
 
     def _overlapped_prefixes(self, batches: list[MicroBatch]) -> tuple[int | None, int, float]:
         """All prefixes, on the SMs that they may use; returns those, the prefixes' tokens, and seconds."""
+        self._wait_for_prompts()
         tokens = sum(len(sample.input_ids) for batch in batches for sample in batch.samples)
         start_ns = time.monotonic_ns()
         if (sms := self.partition.next(tokens)) is not None:
             self._prefixes_on(self.partition.streams[sms], batches)
         return sms, tokens, (time.monotonic_ns() - start_ns) / 1e9
+
+    def _wait_for_prompts(self) -> None:
+        """Prefills and prefixes both fill a device: side by side they end no earlier than one after the other, and
+        decode, which leaves room beside it, would start later. Collective over the replica."""
+        with self.timeline.span("prefill wait"):
+            if self.engine is not None:
+                self.engine.wait_for_prompts()
+            dist.barrier(group=self.control)
 
     def _prefixes_on(self, stream: memory.Stream | None, batches: list[MicroBatch]) -> None:
         if stream is None:

@@ -358,7 +358,9 @@ PREFIX = [
     event("decode", 0.5, 4.9, tid="engine 0"),
     event("reference prefix", 0.5, 2.0),
     event("actor prefix", 2.5, 5.0),
+    event("rollout wait", 5.0, 5.1),
     event("KV release", 5.0, 5.25),
+    event("actor prefix", 6.0, 7.0),  # one that could not be kept beside decode
     event("optimizer", 8.0, 9.0),
 ]
 
