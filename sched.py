@@ -4,6 +4,7 @@
             reads θk
     engine  [prefill][ decode . . . . . . . . . . . . . . . ]
     trainer          [ref prefix][actor prefix]                 [ref suffix][actor suffix][backward]  [optimizer → θk+1]
+    PCIe                                                                             [load ahead . . . . stream . . . .]
             ├ barrier 1                                         ├ barrier 2                           ├ barrier 3
 
 `overlap none` computes a prefix where its suffix needs it, after generation; `overlap prefix` computes it beside
@@ -72,7 +73,9 @@ class Timeline:
         self._depth = 0
 
     @contextmanager
-    def span(self, name: str, **args) -> Iterator[None]:
+    def span(self, name: str, every_stream: bool = True, **args) -> Iterator[None]:
+        """An interval. Outermost, it ends when the device has finished: on every stream, or only on the current one,
+        so that copies on others go on into the next."""
         start = time.monotonic_ns()
         self._depth += 1
         if self._depth == 1:
@@ -80,7 +83,7 @@ class Timeline:
         try:
             yield
             if self._depth == 1:
-                memory.synchronize()  # sync point: a phase has ended when the device has finished it
+                memory.synchronize(every_stream)  # sync point: a phase has ended when the device has finished it
         finally:
             end = time.monotonic_ns()
             self._depth -= 1
@@ -293,8 +296,8 @@ class Schedule:
             self.arena.acquire("workspace")
             self._sample("optimizer")  # it may be over before the next sample
             info = self.optimizer.step(step, grad_scale, self.tp_group, self.dp_group)
-            self.arena.release("workspace")
-            self.arena.release("gradient")
+            for region in ("workspace", "ahead", "gradient"):
+                self.arena.release(region)
         with self.timeline.span("publish"):
             self.snapshot.publish()
             self.version += 1
@@ -456,8 +459,10 @@ class Schedule:
 
     def _actor_gradients(self, batches: list[MicroBatch], loss: Callable[[torch.Tensor, Group], torch.Tensor]) -> None:
         self.begin_gradients()
-        with self.timeline.span("actor"):
+        with self.timeline.span("actor", every_stream=False):  # what is loaded ahead may still be on its way
             for batch in batches:
+                if batch is batches[-1] and self.optimizer.ahead_bytes:
+                    self._load_ahead()
                 if batch.actor is None:
                     with self.timeline.span("actor prefix"):
                         self._actor_prefix(batch, waits=False)
@@ -468,6 +473,14 @@ class Schedule:
                 batch.actor = None
                 for group in batch.groups:
                     group.drop()
+
+    def _load_ahead(self) -> None:
+        """The optimizer's first chunks come in beside the last micro-batch, where the kept prefixes were."""
+        with self.timeline.span("load ahead"):
+            needed = self.optimizer.ahead_bytes + 2**30
+            memory.empty_cache(needed)  # the region takes it: the allocator would not notice
+            self.optimizer.load_ahead(self.arena.acquire("ahead"))
+        self._sample("load ahead")
 
     def _suffix_gradients(self, batch: MicroBatch, run: SuffixPass, loss: Callable) -> None:
         """Forward and backward to the boundary, where the passes' gradients add up."""
@@ -483,11 +496,11 @@ class Schedule:
     def _barrier(self, name: str) -> None:
         """All ranks of the replica arrive before any goes on; memory must hold what the contract lets into the next
         phase."""
-        with self.timeline.span("barrier", before=name):
-            memory.synchronize()
+        with self.timeline.span("barrier", every_stream=False, before=name):
+            memory.synchronize(every_stream=False)
             dist.barrier(group=self.control)
             self.arena.check()
-            memory.check_contract(name[0], self.ledger.held(), self.policy)
+            memory.check_contract(name[0], self.ledger.held(), self.policy, self.optimizer.ahead_bytes)
             self._sample()  # what the phase that ends had in use since the last
             self.ledger.enter(name[0])
             self._sample(f"barrier {name}")
