@@ -8,6 +8,8 @@ device.
     │ reference  frozen weights, 2 windows  │    release(name): pages go back, the address stays
     │ gradient   FP32, Phase 2 and 3        │    acquire(name): pages may be touched again, same address
     │ workspace  optimizer chunks, Phase 3  │
+    │ ahead      more of them, from the last│
+    │            micro-batch of Phase 2 on  │
     └───────────────────────────────────────┘
     ┌────────────── HostPool ───────────────┐
     │ master, exp_avg, exp_avg_sq, reference│    preallocated once, never grows
@@ -221,6 +223,12 @@ def empty_cache(needed_bytes: int | None = None) -> None:
         torch.cuda.empty_cache()
 
 
+def has_room(nbytes: int) -> bool:
+    """Whether so much is free on the device, once the allocator has given back what it caches if need be."""
+    empty_cache(nbytes)
+    return not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] >= nbytes
+
+
 def allocator_bytes() -> int:
     """What PyTorch's allocator of this process has taken from the device, tensors and cache; 0 on a CPU."""
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
@@ -278,10 +286,11 @@ def backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def synchronize() -> None:
-    """Wait until the device has finished everything queued; a sync point on a GPU, nothing to wait for on a CPU."""
+def synchronize(every_stream: bool = True) -> None:
+    """Wait until the device has finished everything queued, or only what the current stream was given; a sync point on
+    a GPU, nothing to wait for on a CPU."""
     if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        torch.cuda.synchronize() if every_stream else torch.cuda.current_stream().synchronize()
 
 
 @functools.cache
@@ -316,18 +325,11 @@ def answer_cuda_queries() -> None:
 class Stream:
     """A queue of device work: `with stream:` enqueues on it, record() marks a point, wait(mark) orders after one.
 
-    `sms` limits it to that many of the GPU's SMs (a green context), 0 to none. A CPU executes at once and in program
-    order, so there the marks carry nothing."""
+    A CPU executes at once and in program order, so there the marks carry nothing."""
 
-    def __init__(self, sms: int = 0):
-        self._cuda = self._context = None
-        if torch.cuda.is_available() and sms:
-            from torch.cuda.green_contexts import GreenContext
-
-            self._green = GreenContext.create(num_sms=sms, device_id=torch.cuda.current_device())
-            self._cuda = self._green.Stream()
-        elif torch.cuda.is_available():
-            self._cuda = torch.cuda.Stream()
+    def __init__(self):
+        self._cuda = torch.cuda.Stream() if torch.cuda.is_available() else None
+        self._context = None
 
     def __enter__(self) -> "Stream":
         if self._cuda is not None:
@@ -364,9 +366,32 @@ class Stream:
             torch.cuda.current_stream().wait_stream(self._cuda)
 
 
-def stream(sms: int = 0) -> Stream:
-    """A new stream on the device, on `sms` of its SMs only if that is not 0."""
-    return Stream(sms)
+def stream() -> Stream:
+    """A new stream on the device."""
+    return Stream()
+
+
+class SmLimit:
+    """`with limit:` computes on `sms` of the GPU's SMs only (a green context), in order with what comes before and
+    after; nothing changes on a CPU.
+
+    The default stream serves it, as it does everything else: so what is saved for a backward pass goes backward on the
+    whole GPU, and memory is not kept for a stream of its own."""
+
+    def __init__(self, sms: int):
+        self._green = None
+        if torch.cuda.is_available():
+            from torch.cuda.green_contexts import GreenContext
+
+            self._green = GreenContext.create(num_sms=sms, device_id=torch.cuda.current_device())
+
+    def __enter__(self) -> None:
+        if self._green is not None:
+            self._green.set_context()
+
+    def __exit__(self, *exc) -> None:
+        if self._green is not None:
+            self._green.pop_context()
 
 
 @dataclass(frozen=True)
@@ -480,7 +505,8 @@ CONTRACT = (
     ),
     Row(
         "optimizer_state", "FP32 master weights + Adam moments", "permanent", "P3 optimizer", "n/a",
-        "host pool; one window of chunks in Phase 3", "no", "", "",
+        "host pool; one window of chunks in Phase 3, its first ones from the last micro-batch of Phase 2 on", "no",
+        "", "",
         "Schedule.update (it stays with --memory.no-state-offload)",
     ),
     Row(
@@ -507,8 +533,9 @@ def allowed_barriers(row: Row, policy: MemoryConfig) -> str:
     return "123" if kept.get(row.tag) else row.barriers
 
 
-def check_contract(barrier: str, held: dict[str, int], policy: MemoryConfig) -> None:
-    """Compare what the device holds ({tag: bytes}) with CONTRACT at barrier "1", "2" or "3".
+def check_contract(barrier: str, held: dict[str, int], policy: MemoryConfig, ahead_bytes: int = 0) -> None:
+    """Compare what the device holds ({tag: bytes}) with CONTRACT at barrier "1", "2" or "3". ahead_bytes: of the
+    optimizer's state that may be there when Phase 3 opens, loaded beside the last micro-batch.
 
     Raises ContractError with a line for each object that should be gone (its size, its last use, who should have
     released it) or is missing.
@@ -516,7 +543,8 @@ def check_contract(barrier: str, held: dict[str, int], policy: MemoryConfig) -> 
     wrong = []
     for row in CONTRACT:
         nbytes = held.get(row.tag, 0)
-        if nbytes and barrier not in allowed_barriers(row, policy):
+        loaded_ahead = row.tag == "optimizer_state" and barrier == "3" and nbytes <= ahead_bytes
+        if nbytes and barrier not in allowed_barriers(row, policy) and not loaded_ahead:
             wrong.append(
                 f"{row.tag} ({row.object}, {_size(nbytes)}) is still in device memory; produced: {row.produced}; "
                 f"last use: {row.consumed}; to be released by {row.releases}"

@@ -2,18 +2,26 @@
 
 FP32 master weights and the two Adam moments take 12 bytes a parameter, six times the BF16 weights, so they never sit on
 the device together. They are three flat tensors in the host pool. Phase 3 cuts that flat space into chunks of equal
-size and passes each through a small workspace of three slots; all that stays on the device is the new snapshot.
+size and passes each through a small workspace of three slots; all that stays on the device is the new snapshot. The
+gradient is on the device already: its buffer is read where it is, and used up.
 
     flat space   | segment 0 | segment 1      | segment 2 (transposed storage) | ...      offsets in elements
     chunks       |     0      |     1      |     2      |     3      | ...                cuts fall inside tensors
 
-    host pool            workspace: 3 slots x [master, exp_avg, exp_avg_sq, gradient]      shared snapshot
+    host pool            workspace: 3 slots x [master, exp_avg, exp_avg_sq]                shared snapshot
     master      ─load──▶ slot (j+1) % 3   ┐
     exp_avg              slot  j    % 3   ├ update: AdamW in place, then cast ───────────▶ segment.dest (BF16 or FP32)
-    exp_avg_sq ◀offload─ slot (j-1) % 3   ┘
+    exp_avg_sq ◀offload─ slot (j-1) % 3   ┘ gradient buffer [a, b): scaled, then scratch
 
 Each stage has its own stream. Chunk j+1 loads and chunk j-1 returns while chunk j is updated; a slot is loaded again
 only after its offload. On a CPU the three streams are one and the stages take turns.
+
+Both directions at once are slower than one alone (37 and 55 GB/s on two H200s), and in Phase 2 neither is used. So
+`load_ahead` fills further slots with the first chunks beside the last micro-batch, when the kept prefixes have left
+room; of those `step` only has the copies out to wait for. Afterwards these slots take turns with the workspace's three.
+
+    Phase 2, last micro-batch        Phase 3
+    load 0 │ 1 │ … │ n-1             load n … while a slot is free │ update 0 │ 1 │ 2 │ … │ offload 0 │ 1 │ 2 │ …
 
 Nothing is written before the whole gradient is known to be good: `step` first sums squares (FP64) and adds them over
 the tensor-parallel group; if any rank saw NaN or Inf, every rank skips the step and no byte of any rank changes.
@@ -26,7 +34,7 @@ from an FP64 norm and is applied in one multiplication, clip_grad_norm_'s from F
 
 Run:
     CPU:  OMP_NUM_THREADS=2 python optimizer.py --params-million 64
-    GPU:  python optimizer.py --params-million 4000 --config.chunk-mib 256     (needs the device section's CUDA backend)
+    GPU:  python optimizer.py --params-million 4000 --config.chunk-mib 512 [--config.ahead-gib 20]
 
 Left out on purpose: sharding the state over data-parallel replicas (each replica updates its own snapshot; the gradient
 is already summed over them), AMSGrad, parameter groups with their own learning rate, and a fused kernel.
@@ -36,7 +44,7 @@ To change the update, edit `_adamw`; to change what is clipped or skipped, edit 
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, zip_longest
@@ -50,9 +58,9 @@ from torch import Tensor
 import memory
 
 _SLOTS = 3  # one chunk loading, one updating, one returning
-_ROWS = 4  # FP32 rows of a slot: master, exp_avg, exp_avg_sq, and the gradient (reused for the denominator)
+_ROWS = 3  # FP32 rows of a slot: master, exp_avg, exp_avg_sq
 _ALIGN = 32  # elements: chunk cuts fall on 128-byte boundaries of the FP32 tensors
-_NORM_BLOCK = 1 << 20  # elements squared at once: fixed, so the norm is the same for every chunk_mib above 2.7
+_NORM_BLOCK, _NORM_BLOCKS = 1 << 20, 256  # elements squared at once, at least; and about how many blocks there are
 _STATE = ("master", "exp_avg", "exp_avg_sq")
 _COUNTERS = ("adam_steps", "skipped_in_row", "skipped_total")
 
@@ -78,8 +86,11 @@ class OptimizerConfig:
     min_lr_ratio: float = 0.0
     """Where linear and cosine end, as a share of lr, in [0, 1]."""
     chunk_mib: float = 64.0
-    """Workspace of one chunk in MiB (16 bytes a parameter); three are in use at once. 4 to 512: large enough that a
+    """Workspace of one chunk in MiB (12 bytes a parameter); three are in use at once. 4 to 512: large enough that a
     copy is not dominated by its start, small enough to fit beside the gradient."""
+    ahead_gib: float = 0.0
+    """Device memory for chunks that are loaded ahead, beside the last micro-batch of Phase 2, GiB; 0: none. As many
+    whole chunks as fit, and no more than there are besides the workspace's three."""
     max_skipped_steps: int = 3
     """Non-finite gradients tolerated in a row: every rank skips such a step; one more than this stops the run."""
 
@@ -91,7 +102,9 @@ class OptimizerConfig:
         for name in ("weight_decay", "max_grad_norm", "warmup_steps", "max_skipped_steps"):
             value = getattr(self, name)
             _check(value >= 0, f"optimizer.{name} is {value}: it must not be negative")
-        _check(_capacity(self) > 0, f"optimizer.chunk_mib is {self.chunk_mib}: the smallest chunk is 512 bytes")
+        _check(_capacity(self) > 0, f"optimizer.chunk_mib is {self.chunk_mib}: the smallest chunk is 384 bytes")
+        whole = f"0, or room for a chunk of chunk_mib {self.chunk_mib} at the least"
+        _check(self.ahead_gib == 0 or _ahead(self) > 0, f"optimizer.ahead_gib is {self.ahead_gib}: it must be {whole}")
         if self.schedule == "constant":
             unused = self.decay_steps or self.min_lr_ratio
             _check(not unused, "optimizer.decay_steps and min_lr_ratio do nothing with schedule constant: leave them 0")
@@ -125,8 +138,8 @@ class StepInfo:
     lr: float
     skipped: bool  # a gradient was not finite on some rank: nothing changed, Adam's step count included
     clip_coef: float  # factor from clipping, at most 1
-    bytes_loaded: int  # copied into the workspace: 16 bytes a parameter (state 12, gradient 4)
-    bytes_offloaded: int  # copied back to the host pool: 12 bytes a parameter
+    bytes_loaded: int  # copied to the device, in the step or ahead of it: 12 bytes a parameter
+    bytes_offloaded: int  # copied back to the host pool: as many
     seconds: float
     nonfinite: str = ""  # "rank 1: layers.3.mlp.up" for each rank that saw NaN or Inf, when skipped
 
@@ -149,11 +162,22 @@ def workspace_bytes(config: OptimizerConfig, unchunked: int = 0) -> int:
     return slots * _ROWS * 4 * capacity
 
 
+def ahead_chunks(config: OptimizerConfig, total: int) -> int:
+    """Chunks of `total` parameters that are loaded ahead: as many as fit, but for the last three, which need only the
+    workspace."""
+    return max(0, min(_ahead(config), len(_balanced_chunks(total, _capacity(config))) - _SLOTS))
+
+
+def ahead_bytes(config: OptimizerConfig, total: int) -> int:
+    """Device memory for them, besides the workspace."""
+    return ahead_chunks(config, total) * _ROWS * 4 * _capacity(config)
+
+
 class StreamedAdamW:
     """AdamW over `segments`, streamed through `workspace`.
 
     segments:  one a tensor, in offset order, together covering [0, total)
-    grad_flat: [total] FP32, in the same order; only sum_gradients writes it
+    grad_flat: [total] FP32, in the same order; sum_gradients adds to it, and an update uses it up
     pool:      a memory.HostPool with 12 bytes a parameter to spare
     workspace: uint8 or FP32, at least workspace_bytes(config), mapped whenever a method runs; None allocates it
     unchunked: load, update and return everything as one chunk, which needs workspace_bytes(config, parameters)
@@ -181,6 +205,8 @@ class StreamedAdamW:
         slots, capacity = _slots(config, whole)
         self.workspace = _fp32_workspace(workspace, workspace_bytes(config, whole))
         self.slots = self.workspace.view(slots, _ROWS, capacity)
+        self.ahead_bytes = 0 if unchunked else ahead_bytes(config, self.total)  # what load_ahead() has a use for
+        self._ahead: list[tuple[Tensor, Any]] = []  # (slot, mark at the end of its load) of the first chunks
         shape = (self.total,)  # 12 bytes a parameter in all: over 1 GiB from 90 million parameters up
         self.master, self.exp_avg, self.exp_avg_sq = (
             pool.alloc(f"optimizer.{n}", shape, torch.float32) for n in _STATE
@@ -221,8 +247,24 @@ class StreamedAdamW:
             dist.all_reduce(self.grad, group=dp_group)
 
     @torch.no_grad()
+    def load_ahead(self, room: Tensor) -> None:
+        """Start to load the first chunks into `room`, where the next step finds them. Waits for nothing on the host.
+
+        room: uint8, ahead_bytes, mapped until that step has returned. The loads come after what the current stream has
+        been given. A skipped step forgets them, and so does whatever else passes over the state before the step.
+        """
+        shape = self.ahead_bytes // self.slots[0].nbytes, *self.slots.shape[1:]
+        slots = room[: self.ahead_bytes].view(torch.float32).view(shape)
+        self._load.follow()
+        self._ahead = []
+        for slot, (a, b) in zip(slots, self.chunks, strict=False):
+            self._ahead.append((slot, self._fill(slot[:, : b - a], self._state, a, b)))
+
+    @torch.no_grad()
     def step(self, step_index: int, grad_scale: float = 1.0, tp_group=None, dp_group=None) -> StepInfo:
         """One update from `grad_flat * grad_scale`, clipped; or none, on any rank, if the gradient is not finite.
+
+        An update leaves nothing of use in grad_flat; a skipped step leaves it as it is.
 
         step_index: trainer step from 0, sets the learning rate.  grad_scale: 1 / the loss's denominator.
         Collective: every rank of both process groups calls it. A None group means this rank alone.
@@ -232,7 +274,9 @@ class StreamedAdamW:
         _check(math.isfinite(grad_scale), f"grad_scale is {grad_scale}: the loss's denominator must not be 0")
         lr = lr_at(step_index, self.config)
         norm, bad = self._global_norm(grad_scale, tp_group, dp_group)
+        ahead, self._ahead = self._ahead, []
         if bad:
+            memory.synchronize()  # sync point: nothing loads any more where chunks were loaded ahead
             where = self._locate_nonfinite(tp_group, dp_group)
             self._count_skip(step_index, where)
             return StepInfo(norm, lr, True, 1.0, 0, 0, time.perf_counter() - start, where)
@@ -240,9 +284,9 @@ class StreamedAdamW:
         self.adam_steps += 1
         limit = self.config.max_grad_norm
         clip_coef = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
-        state = (self.master, self.exp_avg, self.exp_avg_sq)
-        self._stream((*state, self.grad), partial(self._adamw, lr=lr, scale=grad_scale * clip_coef), state)
-        moved = 16 * self.total, 12 * self.total
+        update = partial(self._adamw, lr=lr, scale=grad_scale * clip_coef)
+        self._stream(self._state, update, self._state, ahead)
+        moved = 12 * self.total, 12 * self.total
         return StepInfo(norm, lr, False, clip_coef, *moved, time.perf_counter() - start)
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,21 +307,40 @@ class StreamedAdamW:
             setattr(self, name, state[name])
         self.write_dest()
 
-    def _stream(self, loads: tuple[Tensor, ...], work: Callable, offloads: tuple[Tensor, ...]) -> None:
+    @property
+    def _state(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.master, self.exp_avg, self.exp_avg_sq
+
+    def _fill(self, rows: Tensor, loads: tuple[Tensor, ...], a: int, b: int, after=None):
+        """Enqueue copies of elements [a, b) of `loads` into a slot's rows, after a mark; returns the mark of their
+        end."""
+        with self._load:
+            if after is not None:
+                self._load.wait(after)
+            for row, source in zip(rows, loads, strict=False):
+                row.copy_(source[a:b], non_blocking=True)
+            return self._load.record()
+
+    def _stream(
+        self,
+        loads: tuple[Tensor, ...],
+        work: Callable,
+        offloads: tuple[Tensor, ...],
+        ahead: Sequence[tuple[Tensor, Any]] = (),
+    ) -> None:
         """Pass every chunk through load, update and offload.
 
-        `loads` fill a slot's rows in order, work(rows [4, b - a], a, b) runs on them, and they go back to `offloads`.
-        The host only enqueues: marks on the streams keep the stages of one chunk, and the uses of one slot, in order.
+        `loads` fill a slot's rows in order, work(rows [3, b - a], a, b) runs on them, and they go back to `offloads`.
+        `ahead` has the first chunks and their marks, and its slots are used again as the others are. The host only
+        enqueues: marks on the streams keep the stages of one chunk, and the uses of one slot, in order.
         """
-        offloaded, count = [None] * len(self.slots), len(self.slots)
+        self._ahead = []  # after this pass it is not the state's any more
+        slots = [*(slot for slot, _ in ahead), *self.slots]
+        offloaded, count = [None] * len(slots), len(slots)
         for j, (a, b) in enumerate(self.chunks):
-            rows = self.slots[j % count, :, : b - a]
-            with self._load:
-                if j >= count:
-                    self._load.wait(offloaded[j % count])  # the slot still holds an earlier chunk until then
-                for row, source in zip(rows, loads, strict=False):
-                    row.copy_(source[a:b], non_blocking=True)
-                loaded = self._load.record()
+            rows = slots[j % count][:, : b - a]
+            # Until it is offloaded the slot may still hold an earlier chunk.
+            loaded = ahead[j][1] if j < len(ahead) else self._fill(rows, loads, a, b, offloaded[j % count])
             with self._update:
                 self._update.wait(loaded)
                 work(rows, a, b)
@@ -290,11 +353,11 @@ class StreamedAdamW:
         memory.synchronize()  # sync point: the host reads the state, and others the snapshot, from here on
 
     def _adamw(self, rows: Tensor, a: int, b: int, lr: float, scale: float) -> None:
-        """AdamW on flat elements [a, b). rows [4, b - a]: master, exp_avg, exp_avg_sq, gradient.
+        """AdamW on flat elements [a, b). rows [3, b - a]: master, exp_avg, exp_avg_sq; the gradient lies in its buffer.
 
         Operations and their order are torch's, bias corrections in Python floats included. Nothing is allocated.
         """
-        master, exp_avg, exp_avg_sq, grad = rows
+        (master, exp_avg, exp_avg_sq), grad = rows, self.grad[a:b]
         (beta1, beta2), t = self.config.betas, self.adam_steps
         grad.mul_(scale)
         if self.config.weight_decay != 0:
@@ -303,7 +366,7 @@ class StreamedAdamW:
                     master[c - a : d - a].mul_(1 - lr * self.config.weight_decay)
         exp_avg.lerp_(grad, 1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        denom = torch.sqrt(exp_avg_sq, out=grad)  # the gradient is used up: its row becomes the denominator
+        denom = torch.sqrt(exp_avg_sq, out=grad)  # the gradient is used up: its place becomes the denominator's
         denom.div_((1 - beta2**t) ** 0.5).add_(self.config.eps)
         master.addcdiv_(exp_avg, denom, value=-(lr / (1 - beta1**t)))
         self._write_dest(rows, a, b)
@@ -333,9 +396,14 @@ class StreamedAdamW:
         return (math.nan if bad else math.sqrt(total) * abs(scale)), bad > 0
 
     def _sum_squares(self, a: int, b: int) -> Tensor:
-        """Sum of squares of the gradient's elements [a, b): 0-d FP64, in fixed blocks widened in the workspace."""
-        wide = self.workspace.view(torch.float64)
-        block = min(_NORM_BLOCK, wide.numel())
+        """Sum of squares of the gradient's elements [a, b): 0-d FP64, in order, in blocks widened in the workspace.
+
+        A block costs four launches, so their size, a power of two, follows the model's. It depends on chunk_mib, and
+        with it the norm's last bits, only where a block does not fit into the workspace: below 2.7 up to 500 million
+        parameters, 43 at 8 billion.
+        """
+        wide = self.workspace.view(torch.float64)  # nothing is ever loaded ahead into this
+        block = min(max(_NORM_BLOCK, 1 << (self.total // _NORM_BLOCKS).bit_length() >> 1), wide.numel())
         total = torch.zeros((), dtype=torch.float64, device=wide.device)
         for c in range(a, b, block):
             d = min(c + block, b)
@@ -375,6 +443,11 @@ def _check(ok: bool, message: str) -> None:
 def _capacity(config: OptimizerConfig) -> int:
     """Parameters that fit in one slot."""
     return int(config.chunk_mib * 2**20) // (_ROWS * 4) // _ALIGN * _ALIGN
+
+
+def _ahead(config: OptimizerConfig) -> int:
+    """Chunks that fit into ahead_gib, which may be a multiple of chunk_mib but for rounding."""
+    return int(config.ahead_gib * 1024 / config.chunk_mib + 1e-6)
 
 
 def _slots(config: OptimizerConfig, unchunked: int) -> tuple[int, int]:
@@ -465,19 +538,26 @@ def _main(demo: _Demo) -> None:
     grad = torch.randn(total, device=device)
     optimizer = StreamedAdamW(segments, grad, memory.HostPool(12 * total + 4096), demo.config)
     optimizer.init_master()
-    optimizer.step(0, 1e-3)
-    infos = [optimizer.step(1 + i, 1e-3) for i in range(demo.steps)]
+    room, infos = torch.empty(optimizer.ahead_bytes, dtype=torch.uint8, device=device), []
+    for i in range(1 + demo.steps):
+        optimizer.load_ahead(room)
+        memory.synchronize()  # the clock starts when they are there
+        infos.append(optimizer.step(i, 1e-3))
+    infos = infos[1:]
     seconds, info = sorted(info.seconds for info in infos)[len(infos) // 2], infos[0]
-    moved_gb = (info.bytes_loaded + info.bytes_offloaded) / 1e9
+    ahead = len(room) // optimizer.slots[0].nbytes  # chunks
+    loaded = info.bytes_loaded - 12 * sum(b - a for a, b in optimizer.chunks[:ahead])
+    moved_gb = (loaded + info.bytes_offloaded) / 1e9
     scratch = torch.empty_like(grad)
     rate_in, rate_out = _copy_rate(scratch, optimizer.master), _copy_rate(optimizer.exp_avg, scratch)
-    floor = info.bytes_loaded / rate_in + info.bytes_offloaded / rate_out
-    chunks = f"{len(optimizer.chunks)} chunks of at most {demo.config.chunk_mib:g} MiB"
+    floor = loaded / rate_in + info.bytes_offloaded / rate_out
+    chunks = f"{len(optimizer.chunks)} chunks of at most {demo.config.chunk_mib:g} MiB, {ahead} of them loaded before"
     print(f"{total / 1e6:g} M parameters, {chunks}, on {device} with {torch.get_num_threads()} threads")
     print(f"step      {seconds:.3f} s (median of {demo.steps}), {moved_gb:.2f} GB moved, {moved_gb / seconds:.1f} GB/s")
     print(f"floor     {floor:.3f} s for the copies alone: in at {rate_in / 1e9:.1f}, out at {rate_out / 1e9:.1f} GB/s")
     print(f"distance  {seconds / floor:.2f} x the floor (below 1 is possible where both directions run at once)")
-    print(f"memory    workspace {workspace_bytes(demo.config) / 2**20:g} MiB, host pool {12 * total / 2**30:.2f} GiB")
+    used_mib = (workspace_bytes(demo.config) + len(room)) / 2**20
+    print(f"memory    workspace {used_mib:.0f} MiB, host pool {12 * total / 2**30:.2f} GiB")
 
 
 if __name__ == "__main__":

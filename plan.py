@@ -90,6 +90,8 @@ class Workload:
     """Most tokens of one engine step."""
     chunk_mib: float = 64.0
     """Chunk of the streamed optimizer, MiB; three are in use."""
+    ahead_gib: float = 0.0
+    """Room for more chunks, which are loaded beside the last micro-batch of Phase 2, GiB."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of weights and activations."""
     qkv: Literal["fused", "split"] = "fused"
@@ -118,6 +120,7 @@ class Workload:
         _require(0 <= self.visual_tokens <= self.prompt_tokens, "visual_tokens", self.visual_tokens, most)
         _require(self.kv_cache_gib >= 0, "kv_cache_gib", self.kv_cache_gib, "0 (automatic) or more")
         _require(self.chunk_mib >= 1, "chunk_mib", self.chunk_mib, "1 or more")
+        _require(self.ahead_gib >= 0, "ahead_gib", self.ahead_gib, "0 (none) or more")
 
 
 class Window(NamedTuple):
@@ -172,6 +175,8 @@ def plan(hf_config, world: int, train_tp: int, rollout_tp: int, workload: Worklo
     workload.validate()
     policy.validate()
     _require(train_tp > 0 and world > 0 and world % train_tp == 0, "train_tp", train_tp, f"a divisor of {world} GPUs")
+    chunks = policy.state_offload and policy.chunked_optimizer
+    _require(chunks or not workload.ahead_gib, "ahead_gib", workload.ahead_gib, "0: no chunks come from the host")
     replicas = world // train_tp
     _require(workload.prompts % replicas == 0, "prompts", workload.prompts, f"a multiple of the {replicas} replicas")
     held, groups = _held(hf_config, train_tp, rollout_tp, workload), workload.prompts // replicas
@@ -418,11 +423,12 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
     model, again = (hf_config, at_once.batch, train_tp), policy.recompute_layers
     boundary, prefix = boundary_bytes(*model), prefix_bytes(*model, again)
     every = prefix_bytes(hf_config, w, train_tp, again) if w.overlap == "prefix" else prefix
-    config, vision = optimizer.OptimizerConfig(chunk_mib=w.chunk_mib), hf_config.vision_config
+    config, vision = optimizer.OptimizerConfig(chunk_mib=w.chunk_mib, ahead_gib=w.ahead_gib), hf_config.vision_config
     patches = 4 * visual_share(at_once.batch, train_tp)
     layer = (w.prompt_tokens - 1) * layer_bytes(d, w), patches * vision_bytes(hf_config, w) // vision.depth
     responses = min(w.max_num_seqs, math.ceil(groups * rollout_tp / train_tp) * w.n)
-    kept = prefix_bytes(hf_config, at_once.waiting, train_tp, again, policy.recompute_vision and w.overlap == "prefix")
+    waits = train_tp, again, policy.recompute_vision and w.overlap == "prefix"
+    kept, last = (prefix_bytes(hf_config, step, *waits) for step in (at_once.waiting, at_once.batch))
 
     def prompts(one: int, tokens: int) -> int:
         """Bytes of this many prompt tokens, from those of one prompt."""
@@ -439,6 +445,7 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
         "gradient": 4 * held.numel,
         "state": 12 * held.numel,
         "workspace": optimizer.workspace_bytes(config, 0 if policy.chunked_optimizer else held.numel),
+        "ahead": optimizer.ahead_bytes(config, held.numel) if policy.chunked_optimizer else 0,
         "boundary": prompts(boundary, at_once.there),
         "boundary_kept": prompts(boundary, at_once.kept),
         "boundary_mb": prompts(boundary, at_once.prompt),
@@ -446,6 +453,7 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
         "prefix_kept": prompts(kept, at_once.kept),
         "some_later": at_once.kept < at_once.there,
         "prefix_mb": prompts(prefix, at_once.prompt),
+        "prefix_last": prompts(last, at_once.prompt),  # of the last micro-batch, if it waited
         "prefix_layer": prompts(max(layer), at_once.prompt),
         "prefix_again": prompts(prefix_again_bytes(*model), at_once.prompt) if again else 0,
         "suffix": at_once.response * suffix_token_bytes(*model, again),
@@ -465,9 +473,9 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
     # Kept keys and values are among the saved tensors, but for the last layer's, and count as boundary. Where layers
     # keep only their input none are; then a recomputed prefix has all of them as outputs, beside the boundary.
     held_twice, anew = (0, s["layers"]) if policy.recompute_layers else (s["layers"] - 1, 1)
-    waiting, own = (
-        s[f"prefix_{which}"] - s[f"boundary_{which}"] * held_twice // s["layers"] if kind == "keep" else 0
-        for which in ("kept", "mb")
+    waiting, own, last = (
+        s[f"prefix_{which}"] - s[f"boundary_{edge}"] * held_twice // s["layers"] if kind == "keep" else 0
+        for which, edge in (("kept", "kept"), ("mb", "mb"), ("last", "mb"))
     )
     again = s["prefix_mb"] + s["boundary_mb"] * anew // s["layers"]  # with keys and values that were computed anew
     always = {name: s[name] for name in ("snapshot", "engine_other", "other")}
@@ -501,6 +509,7 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
     frozen = {"reference_boundary": s["boundary"]} if w.reference else {}
     reference, tokens, gradient = ({name: s[name]} for name in ("reference", "logprobs", "gradient"))
     update, base = gradient | {"optimizer_state": s["workspace"]}, tokens | gradient
+    loaded = {"optimizer_state": s["ahead"]} if s["ahead"] else {}  # from the last micro-batch of phase 2 on
     produced = s["prefix_mb"] if kind == "offload" else waiting  # a GPU saves faster than copies leave it
     yield window("start-up", "engine and optimizer start", **update)
     if not ahead:
@@ -515,12 +524,15 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
         yield window("2", "reference suffix", work, **rest, **frozen, **tokens, **reference)
     if ahead:
         yield from training(base | actor, waiting)
+    base |= loaded | {"actor_boundary": s["boundary_mb"]}
     if not ahead or s["some_later"]:  # micro-batch by micro-batch, once those that waited are gone
-        when, base = " of a later prefix" * ahead, base | {"actor_boundary": s["boundary_mb"]}
+        when = " of a later prefix" * ahead
         saved = s["prefix_mb"] if kind == "offload" else own
         yield window("2", f"actor prefix{when}", s["prefix_work"], **base, prefix_activations=saved)
         yield from training(base, own, when)
-    yield window("3", "optimizer", **update)
+    elif loaded:
+        yield from training(base, last, " of the last micro-batch")
+    yield window("3", "optimizer", **gradient, optimizer_state=s["workspace"] + s["ahead"])
 
 
 def engine_host_bytes(rollout_tp: int) -> int:
@@ -557,6 +569,9 @@ def _formulas(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Me
     boundary = f"2 x {d.layers} layers x {d.kv // d.head} heads x {d.head} x {b} B x {tokens} tokens x {groups} prompts"
     fused = f" + {held.fused / GIB:.2f} GiB QKV in the trainer's order" if held.fused else ""
     kv = f"{kv_token_bytes(hf_config, w, rollout_tp) / 1024:g} KiB a token"
+    chunk = optimizer.OptimizerConfig(chunk_mib=w.chunk_mib, ahead_gib=w.ahead_gib)
+    ahead = optimizer.ahead_chunks(chunk, held.numel) if policy.chunked_optimizer else 0
+    chunks = f"3 x {w.chunk_mib:g} MiB" + f", and {ahead} more from the last micro-batch of phase 2 on" * bool(ahead)
     return {
         "snapshot": f"{b} B x {held.snapshot / b / 1e9:.3f} B parameters of a rollout shard{fused}",
         "engine_weights": f"{b} B x {held.snapshot / b / 1e9:.3f} B: the engine's own copy",
@@ -571,7 +586,7 @@ def _formulas(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Me
         f"{at_once.response} a pass{kept}",
         "logprobs": f"{13 + 4 * w.reference} B x {groups * w.n * w.response_tokens} response tokens",
         "gradient": f"4 B x {shard}",
-        "optimizer_state": state + (f"3 x {w.chunk_mib:g} MiB" if policy.chunked_optimizer else f"16 B x {shard}"),
+        "optimizer_state": state + (chunks if policy.chunked_optimizer else f"12 B x {shard}"),
     }
 
 
@@ -669,7 +684,7 @@ _POLICIES = {
     "reference_paging": "a copy from the host for each of its two windows",
     "engine_release": "the cache is mapped anew once a step",
     "weight_sharing": "nothing: it saves a copy at each publication",
-    "state_offload": "28 B a parameter between host and GPU once a step",
+    "state_offload": "24 B a parameter between host and GPU once a step",
 }
 
 
@@ -683,6 +698,8 @@ def _changes(p: Plan, hbm_bytes: float) -> Iterator[Change]:
     for name, cost in _POLICIES.items():
         if not getattr(policy, name):
             yield change(f"without --memory.no-{name.replace('_', '-')}", cost, **{name: True})
+    if w.ahead_gib:
+        yield change("--optimizer.ahead-gib 0", "the optimizer loads all of its state in phase 3", ahead_gib=0.0)
     if w.chunk_mib > 16:
         yield change("--optimizer.chunk-mib 16", "more and shorter copies", chunk_mib=16.0)
     yield Change("a smaller KV cache", "fewer responses decoded at once", lambda q: _smaller_kv(q, hbm_bytes))
@@ -748,7 +765,9 @@ def _keep(p: Plan, tokens: int) -> Plan:
 
 def budgets(p: Plan, hbm_bytes: float) -> dict[str, float]:
     """Largest prompt, the same if all of it is visual, largest response (tokens) and KV cache (GiB) that fit: each with
-    the rest as it is, token budgets with the smallest KV cache that holds one group; 0 where nothing fits."""
+    the rest as it is, but for chunks loaded ahead, which only take what is left; token budgets with the smallest KV
+    cache that holds one group; 0 where nothing fits."""
+    p = p.replan(ahead_gib=0.0)
     w, most = p.workload, p.hf_config.text_config.max_position_embeddings
 
     def fit(**fields) -> bool:
@@ -793,6 +812,7 @@ class Settings:
     max_num_seqs: int
     max_num_batched_tokens: int
     chunk_mib: float
+    ahead_gib: float
     offload_gib: float
     plan: Plan
     reasons: dict[str, str]  # field -> one line
@@ -813,7 +833,8 @@ def choose(
     """Settings whose step leaves RESERVE of each GPU free, and fits into `host_bytes` of a host (0: unlimited).
 
     Preferred in this order: a small rollout TP, a small train TP, half of the responses or more at once, many tokens at
-    once up to FULL_TOKENS, activations kept rather than some of them or none, more responses, more tokens. Layers are
+    once up to FULL_TOKENS, activations kept rather than some of them or none, more responses, more tokens; of what is
+    left then, as many chunks as possible of the optimizer's state beside the last micro-batch of phase 2. Layers are
     computed again only where nothing else fits, and activations offloaded only where that does not either. `given`
     ({field of CHOSEN: value}) stays as it is; the same fields of `workload` and `policy` do not count, but for what is
     recomputed. Raises ValueError with a verdict, or naming a given value that cannot be.
@@ -855,7 +876,7 @@ def _candidates(hf_config, world: int, workload: Workload, policy: MemoryConfig,
         full = [tokens for tokens in sizes if tokens >= enough]  # equally good; of the others the most first
         equal = product((sequences[:2], sequences[2:]), [full, *([x] for x in sizes if x < enough)], kinds)
         for seqs, kind, micro_tokens in (each for some, tokens, a in equal for each in product(some, a, tokens)):
-            own = dict(kv_cache_gib=0.0, chunk_mib=64.0)
+            own = dict(kv_cache_gib=0.0, chunk_mib=64.0, ahead_gib=0.0)
             own["max_num_batched_tokens"] = max(4096, memory.align(workload.prompt_tokens))
             own |= {name: given[name] for name in own if name in given}
             step = replace(workload, micro_tokens=micro_tokens, max_num_seqs=seqs, **own)
@@ -910,8 +931,8 @@ def _halves(start: int, least: int = 1) -> list[int]:
 
 
 def _settings(p: Plan, room: float, given: dict) -> Settings:
-    """The plan with the KV cache in round figures, as many prompts kept as fit if it keeps some, and the largest chunk
-    that is not what needs most; but for what is given."""
+    """The plan with the KV cache in round figures, as many prompts kept as fit if it keeps some, the largest chunk that
+    is not what needs most, and as many of them loaded ahead as fit; but for what is given."""
     w, groups = p.workload, p.workload.prompts * p.train_tp // p.world
     if "kv_cache_gib" not in given:
         rounded = p.replan(kv_cache_gib=math.ceil(4 * p.kv_bytes / GIB) / 4)
@@ -925,6 +946,8 @@ def _settings(p: Plan, room: float, given: dict) -> Settings:
     if "chunk_mib" not in given:
         larger = (p.replan(chunk_mib=chunk) for chunk in (512.0, 256.0, 128.0))
         p = next((q for q in larger if q.peak().phase in ("1", "2")), p)
+    if "ahead_gib" not in given and p.policy.state_offload and p.policy.chunked_optimizer:
+        p = _loading_most(p, room)
     offload = math.ceil(p.host["offloaded activations"] / GIB)
     reasons = _reasons(p, groups) | dict.fromkeys(given, "as given")
     reasons |= {"offload_gib": "what all groups of a replica save"} if offload else {}
@@ -952,6 +975,17 @@ def _keeping_most(p: Plan, groups: int, room: float, towers: list[bool]) -> Plan
     return max(found, key=lambda pair: pair[0])[1]
 
 
+def _loading_most(p: Plan, room: float) -> Plan:
+    """With as many chunks loaded ahead as there are and the last micro-batch leaves room for. `p` fits."""
+    chunk_mib, numel = p.workload.chunk_mib, p.peak("3").bytes["gradient"] // 4
+    whole = optimizer.OptimizerConfig(chunk_mib=chunk_mib, ahead_gib=12 * numel / GIB + chunk_mib / 1024)
+
+    def ahead(chunks: int) -> Plan:
+        return p.replan(ahead_gib=chunks * chunk_mib / 1024)
+
+    return ahead(_largest(lambda k: fits(ahead(k), room), 1, optimizer.ahead_chunks(whole, numel)))
+
+
 def _reasons(p: Plan, groups: int) -> dict[str, str]:
     """A line for each setting."""
     w, policy, at_once = p.workload, p.policy, passes(p.workload, p.policy, groups)
@@ -970,6 +1004,11 @@ def _reasons(p: Plan, groups: int) -> dict[str, str]:
     layers = "what the layers of one micro-batch save fits"
     if policy.recompute_layers:
         layers = "as given, or nothing fits without: one more forward pass, layer by layer, in each backward"
+    share = (
+        (p.windows[-1].bytes["optimizer_state"] - p.windows[0].bytes["optimizer_state"])
+        / p.peak("3").bytes["gradient"]
+        / 3
+    )
     most = f"{at_once.prompt / w.prompt_tokens:.3g} of {groups} prompts, or {at_once.response} response tokens"
     return dict(
         train_tp=f"the smallest that fits: {p.world // p.train_tp} replica(s), peak {p.peak_bytes / GIB:.1f} GiB a GPU",
@@ -983,6 +1022,7 @@ def _reasons(p: Plan, groups: int) -> dict[str, str]:
         max_num_seqs="all responses of an engine at once, up to 256, or as many as the KV cache has room for",
         max_num_batched_tokens=f"{w.max_num_batched_tokens // w.prompt_tokens} whole prompts in one engine step",
         chunk_mib="the largest up to 512 that leaves the peak to phase 1 or 2",
+        ahead_gib=f"{share:.0%} of the state can load beside the last micro-batch of phase 2, rather than in phase 3",
     )
 
 
@@ -1087,7 +1127,8 @@ def _cell(hf_config, world: int, hbm_bytes: float, w: Workload, policy: MemoryCo
     except ValueError:
         return "no"
     degrees = f"{s.train_tp} / {s.rollout_tp}, {_activations(s.plan.policy)}"
-    return f"{degrees}: {s.plan.peak_bytes / GIB:.0f}, host {s.plan.host_bytes / GIB:.0f}"
+    needed = s.plan.replan(ahead_gib=0.0).peak_bytes  # chunks loaded ahead only take what is left
+    return f"{degrees}: {needed / GIB:.0f}, host {s.plan.host_bytes / GIB:.0f}"
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------

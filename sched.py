@@ -4,6 +4,7 @@
             reads θk
     engine  [prefill][ decode . . . . . . . . . . . . . . . ]
     trainer           [ref prefix][actor prefix]                [ref suffix][actor suffix][backward]  [optimizer → θk+1]
+    PCIe                                                                             [load ahead . . . . stream . . . .]
             ├ barrier 1                                         ├ barrier 2                           ├ barrier 3
 
 `overlap none` computes a prefix where its suffix needs it, after generation; `overlap prefix` computes it beside
@@ -31,7 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -72,7 +73,9 @@ class Timeline:
         self._depth = 0
 
     @contextmanager
-    def span(self, name: str, **args) -> Iterator[None]:
+    def span(self, name: str, every_stream: bool = True, **args) -> Iterator[None]:
+        """An interval. Outermost, it ends when the device has finished: on every stream, or only on the current one,
+        so that copies on others go on into the next."""
         start = time.monotonic_ns()
         self._depth += 1
         if self._depth == 1:
@@ -80,7 +83,7 @@ class Timeline:
         try:
             yield
             if self._depth == 1:
-                memory.synchronize()  # sync point: a phase has ended when the device has finished it
+                memory.synchronize(every_stream)  # sync point: a phase has ended when the device has finished it
         finally:
             end = time.monotonic_ns()
             self._depth -= 1
@@ -293,8 +296,8 @@ class Schedule:
             self.arena.acquire("workspace")
             self._sample("optimizer")  # it may be over before the next sample
             info = self.optimizer.step(step, grad_scale, self.tp_group, self.dp_group)
-            self.arena.release("workspace")
-            self.arena.release("gradient")
+            for region in ("workspace", "ahead", "gradient"):
+                self.arena.release(region)
         with self.timeline.span("publish"):
             self.snapshot.publish()
             self.version += 1
@@ -348,7 +351,8 @@ class Schedule:
         tokens = sum(len(sample.input_ids) for batch in batches for sample in batch.samples)
         start_ns = time.monotonic_ns()
         if (sms := self.partition.next(tokens)) is not None:
-            self._prefixes_on(self.partition.streams[sms], batches)
+            with self.partition.limits[sms]:
+                self.prefixes(batches)
         return sms, tokens, (time.monotonic_ns() - start_ns) / 1e9
 
     def _wait_for_prompts(self) -> None:
@@ -358,16 +362,6 @@ class Schedule:
             if self.engine is not None:
                 self.engine.wait_for_prompts()
             dist.barrier(group=self.control)
-
-    def _prefixes_on(self, stream: memory.Stream | None, batches: list[MicroBatch]) -> None:
-        if stream is None:
-            self.prefixes(batches)
-            return
-        stream.follow()
-        with stream:
-            self.prefixes(batches)
-        stream.lead()
-        memory.empty_cache()  # the allocator keeps what was freed for this stream alone
 
     def _measure(self, sms: int | None, tokens: int, prefix_s: float) -> None:
         """Give every rank of the replica its slowest rank's Phase 1, so that all choose alike. Collective over the
@@ -465,8 +459,10 @@ class Schedule:
 
     def _actor_gradients(self, batches: list[MicroBatch], loss: Callable[[torch.Tensor, Group], torch.Tensor]) -> None:
         self.begin_gradients()
-        with self.timeline.span("actor"):
+        with self.timeline.span("actor", every_stream=False):  # what is loaded ahead may still be on its way
             for batch in batches:
+                if batch is batches[-1] and self.optimizer.ahead_bytes:
+                    self._load_ahead()
                 if batch.actor is None:
                     with self.timeline.span("actor prefix"):
                         self._actor_prefix(batch, waits=False)
@@ -477,6 +473,14 @@ class Schedule:
                 batch.actor = None
                 for group in batch.groups:
                     group.drop()
+
+    def _load_ahead(self) -> None:
+        """The optimizer's first chunks come in beside the last micro-batch, where the kept prefixes were."""
+        with self.timeline.span("load ahead"):
+            room = memory.has_room(self.optimizer.ahead_bytes + 2**30)  # in pieces that the allocator still holds, none
+            if room:
+                self.optimizer.load_ahead(self.arena.acquire("ahead"))
+        self._sample("load ahead" if room else "no room to load ahead")
 
     def _suffix_gradients(self, batch: MicroBatch, run: SuffixPass, loss: Callable) -> None:
         """Forward and backward to the boundary, where the passes' gradients add up."""
@@ -492,11 +496,11 @@ class Schedule:
     def _barrier(self, name: str) -> None:
         """All ranks of the replica arrive before any goes on; memory must hold what the contract lets into the next
         phase."""
-        with self.timeline.span("barrier", before=name):
-            memory.synchronize()
+        with self.timeline.span("barrier", every_stream=False, before=name):
+            memory.synchronize(every_stream=False)
             dist.barrier(group=self.control)
             self.arena.check()
-            memory.check_contract(name[0], self.ledger.held(), self.policy)
+            memory.check_contract(name[0], self.ledger.held(), self.policy, self.optimizer.ahead_bytes)
             self._sample()  # what the phase that ends had in use since the last
             self.ledger.enter(name[0])
             self._sample(f"barrier {name}")
@@ -526,20 +530,20 @@ class Measured:
 
 
 class Partition:
-    """The streams that overlapped prefixes can use, by their number of SMs (0: all), and which one is next: the only
-    one, or choose_sms's of several."""
+    """How many SMs overlapped prefixes can have (0: all), and how many are next: the only number, or choose_sms's of
+    several."""
 
     def __init__(self, candidates: tuple[int, ...] = (0,)):
-        # Made once: a green context is a partition. All SMs need no stream of their own, with memory of its own.
-        self.streams = {sms: memory.stream(sms) if sms else None for sms in candidates}
+        # Made once: a green context is a partition.
+        self.limits = {sms: memory.SmLimit(sms) if sms else nullcontext() for sms in candidates}
         self.history: list[Measured] = []
 
     @property
     def measures(self) -> bool:
-        return len(self.streams) > 1
+        return len(self.limits) > 1
 
     def next(self, prefix_tokens: int) -> int | None:
-        candidates = tuple(self.streams)
+        candidates = tuple(self.limits)
         return choose_sms(self.history, candidates, prefix_tokens) if self.measures else candidates[0]
 
 

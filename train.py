@@ -199,6 +199,9 @@ class Config:
         _require(self.steps >= 0, "steps", self.steps, "0 or more")
         _require(self.dry_run or not self.gpus, "gpus", self.gpus, "--dry-run; torchrun says how many a run has")
         self._validate_sharing()
+        expected = "0 with --memory.no-state-offload or --memory.no-chunked-optimizer: there are no chunks to load"
+        chunks = self.memory.state_offload and self.memory.chunked_optimizer
+        _require(chunks or not self.optimizer.ahead_gib, "optimizer.ahead-gib", self.optimizer.ahead_gib, expected)
         held_out = bool(self.data.eval_path or self.data.eval_fraction)
         _require(
             held_out or not self.eval_every, "eval-every", self.eval_every, "--data.eval-fraction or --data.eval-path"
@@ -272,7 +275,7 @@ def _with(config: Config, chosen: plan.Settings) -> Config:
         rollout_tp=chosen.rollout_tp,
         micro_tokens=chosen.micro_tokens,
         rollout=replace(config.rollout, **sizes),
-        optimizer=replace(config.optimizer, chunk_mib=chosen.chunk_mib),
+        optimizer=replace(config.optimizer, chunk_mib=chosen.chunk_mib, ahead_gib=chosen.ahead_gib),
         memory=replace(config.memory, **residency),
     )
 
@@ -316,7 +319,7 @@ def _given(argv: list[str], config: Config) -> dict:
         (config, "", "train-tp", "rollout-tp", "micro-tokens"),
         (config.memory, "memory.", "activations", "keep-tokens", "recompute-layers"),
         (config.rollout, "rollout.", "kv-cache-gib", "max-num-seqs", "max-num-batched-tokens"),
-        (config.optimizer, "optimizer.", "chunk-mib"),
+        (config.optimizer, "optimizer.", "chunk-mib", "ahead-gib"),
     )
     named = ((owner, name.replace("-", "_"), prefix + name) for owner, prefix, *names in owners for name in names)
     return {field: getattr(owner, field) for owner, field, flag in named if flag in flags}
@@ -350,6 +353,7 @@ def workload(config: Config) -> plan.Workload:
         max_num_seqs=config.rollout.max_num_seqs,
         max_num_batched_tokens=config.rollout.max_num_batched_tokens,
         chunk_mib=config.optimizer.chunk_mib,
+        ahead_gib=config.optimizer.ahead_gib,
         dtype=config.dtype,
         qkv=config.qkv,
         overlap=config.overlap,
@@ -504,6 +508,8 @@ class Trainer:
             "gradient": 4 * self.numel,
             "workspace": optim.workspace_bytes(config.optimizer, unchunked),
         }
+        if ahead := optim.ahead_bytes(config.optimizer, self.numel):
+            sizes["ahead"] = ahead
         if config.qkv == "fused":
             sizes["fused_qkv"] = weights.fused_nbytes(self.plan)
         if config.algo.kl_coef:
@@ -512,7 +518,7 @@ class Trainer:
             sizes["state"] = state
         if not policy.weight_sharing:
             sizes["engine_weights"] = self.plan.nbytes
-        tags = {"fused_qkv": "snapshot", "workspace": "optimizer_state", "state": "optimizer_state"}
+        tags = {"fused_qkv": "snapshot"} | dict.fromkeys(("workspace", "ahead", "state"), "optimizer_state")
         lend = int(policy.offload_gib * 2**30) if policy.activations == "offload" else 0
         on_host = memory.align(sizes.get("reference", 0)) + (state if policy.state_offload else 0)
         needs = on_host + lend, sum(sizes.values()), plan.engine_host_bytes(config.rollout_tp)
@@ -1046,6 +1052,7 @@ def facts(trainer: Trainer) -> str:
         ("gradients", 4 * trainer.numel, "FP32, Phases 2 and 3"),
         ("optimizer state", 12 * trainer.numel, "host: FP32 master and two moments"),
         ("optimizer workspace", optim.workspace_bytes(config.optimizer), "Phase 3, whatever the model's size"),
+        ("optimizer, loaded ahead", trainer.optimizer.ahead_bytes, "from the last micro-batch of Phase 2 on"),
         ("KV cache of the engine", config.rollout.kv_cache_gib * 2**30, "Phase 1"),
     )
     lines = [

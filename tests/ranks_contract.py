@@ -66,6 +66,26 @@ def breaks(trainer: "train.Trainer") -> dict[str, tuple[str, AbstractContextMana
     }
 
 
+def breaks_of_state(trainer: "train.Trainer") -> list[tuple[str, AbstractContextManager]]:
+    """More ways to break the optimizer state's row, whose chunks that are loaded ahead are there at barrier 3 alone."""
+    schedule, arena = trainer.schedule, trainer.arena
+    collect, load_ahead = schedule._collect, schedule._load_ahead
+
+    def too_early(*arguments):
+        arena.acquire("ahead")
+        collect(*arguments)
+
+    def too_much():
+        load_ahead()
+        arena.acquire("workspace")
+
+    return [
+        ("1", mapped(arena, "ahead")),
+        ("2", patch.object(schedule, "_collect", too_early)),
+        ("3", patch.object(schedule, "_load_ahead", too_much)),
+    ]
+
+
 def check(trainer: "train.Trainer", row: str, barrier: str, broken: AbstractContextManager) -> None:
     """A broken step stops at its barrier with the object's name; afterwards everything is as it was."""
     text = "no error"
@@ -76,7 +96,7 @@ def check(trainer: "train.Trainer", row: str, barrier: str, broken: AbstractCont
             text = str(error)
     leaked.clear()
     gc.collect()
-    for region in ("gradient", "workspace", "reference"):
+    for region in ("gradient", "workspace", "ahead", "reference"):
         trainer.arena.release(region)
     trainer.schedule.release_kv()
     ours = next(r for r in memory.CONTRACT if r.tag == row)
@@ -87,6 +107,7 @@ def check(trainer: "train.Trainer", row: str, barrier: str, broken: AbstractCont
 def main() -> None:
     config = replace(train.TINY, run_dir=sys.argv[1], prompts=4, micro_tokens=256, qkv="split")
     config = replace(config, rollout=replace(config.rollout, n=2, max_new_tokens=8))
+    config = replace(config, optimizer=replace(config.optimizer, chunk_mib=0.5, ahead_gib=1 / 1024))
     ranks = train.join(config)
     trainer = train.Trainer(config, ranks, *train.prepare_run(config, ranks))
     try:
@@ -97,6 +118,8 @@ def main() -> None:
         assert rows.keys() == {row.tag for row in memory.CONTRACT} - {"engine_weights", "engine_other"}
         for row, (barrier, broken) in rows.items():
             check(trainer, row, barrier, broken)
+        for barrier, broken in breaks_of_state(trainer):
+            check(trainer, "optimizer_state", barrier, broken)
         train.train_step(trainer, 2, 0)  # and nothing is left
     finally:
         trainer.close()

@@ -63,7 +63,10 @@ def main() -> None:
         rollout=replace(train.TINY.rollout, max_new_tokens=64),
     )
     policy = memory.MemoryConfig(activations="offload", offload_gib=0.1, **options.pop("memory", {}))
-    config = replace(config, algo=replace(config.algo, kl_coef=0.1), memory=policy, **options)
+    # Five chunks, two of them ahead; the workspace holds a block of the norm, which is then the same at any chunk size.
+    ahead_gib = 2.5 / 1024 if policy.chunked_optimizer and policy.state_offload else 0.0
+    adam = replace(train.TINY.optimizer, chunk_mib=1.25, ahead_gib=ahead_gib)
+    config = replace(config, algo=replace(config.algo, kl_coef=0.1), memory=policy, optimizer=adam, **options)
     ranks = train.join(config)
     run_dir, model_dir = train.prepare_run(config, ranks)
     trainer = train.Trainer(config, ranks, run_dir, model_dir)
@@ -92,7 +95,23 @@ def chosen_partitions(trainer: "train.Trainer", state: dict) -> list[tuple[str, 
     return runs
 
 
+def loading_ahead(trainer: "train.Trainer", state: dict) -> list[tuple[str, dict]]:
+    """Steps that load chunks beside the last of three micro-batches, whose prefix waited for it or did not."""
+    own, runs = trainer.schedule.policy, [("none, ahead", run_step(trainer, "none", state, 0))]
+    starts = {
+        name: [e["ts"] for e in runs[0][1]["events"] if e["name"] == name] for name in ("load ahead", "actor prefix")
+    }
+    assert sum(ts < starts["load ahead"][0] for ts in starts["actor prefix"]) == 2 and len(starts["actor prefix"]) == 3
+    for activations, tokens in (("keep", 0), ("keep", 300), ("offload", 0), ("recompute", 0)):
+        trainer.schedule.policy = replace(own, activations=activations, keep_tokens=tokens)
+        runs.append((f"prefix, {activations} {tokens}, ahead", run_step(trainer, "prefix", state, 0)))
+    trainer.schedule.policy = own
+    assert [sum(e["name"] == "load ahead" for e in run["events"]) for _, run in runs] == [1] * 5
+    return runs
+
+
 def check(trainer: "train.Trainer") -> None:
+    ahead_bytes, trainer.optimizer.ahead_bytes = trainer.optimizer.ahead_bytes, 0  # at first none does
     trainer.freeze_reference()
     for i in range(2):  # move away from the reference, so that the KL term has a gradient
         train.warm_up(trainer, i, 100 + 10 * i)
@@ -122,6 +141,11 @@ def check(trainer: "train.Trainer") -> None:
     assert counts == [3, 3, 1]  # two of the three micro-batches after the rollout, and a span around the others
     trainer.schedule.policy = own
     runs += chosen_partitions(trainer, state)
+    assert not any(event["name"] == "load ahead" for _, run in runs for event in run["events"])
+    assert (ahead_bytes > 0) == (own.chunked_optimizer and own.state_offload)
+    if ahead_bytes:
+        trainer.optimizer.ahead_bytes = ahead_bytes
+        runs += loading_ahead(trainer, state)
     assert trainer.pool.lent_bytes == 0 < trainer.pool.lent_peak_bytes  # offload used the pool, and gave all back
     assert shared_us >= 1000, "prefixes did not run beside the engines"
 

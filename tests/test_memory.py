@@ -257,6 +257,17 @@ def test_a_policy_that_is_off_lets_its_object_stay():
         memory.check_contract("1", held, memory.MemoryConfig(**switch))
 
 
+def test_chunks_loaded_ahead_may_be_there_when_phase_3_opens():
+    """So many bytes of the optimizer's state and no more, and at no other barrier."""
+    policy, held = memory.MemoryConfig(), {"snapshot": 1, "gradient": 1, "optimizer_state": 2 * MIB}
+    memory.check_contract("3", held, policy, 2 * MIB)
+    for barrier, ahead_bytes in (("1", 2 * MIB), ("2", 2 * MIB), ("3", 2 * MIB - 1), ("3", 0)):
+        with pytest.raises(
+            memory.ContractError, match=f"barrier {barrier}: .*optimizer_state .*2.00 MiB.* is still in"
+        ):
+            memory.check_contract(barrier, held, policy, ahead_bytes)
+
+
 def test_what_is_missing_is_named_too():
     with pytest.raises(
         memory.ContractError, match="gradient buffer.* is not in device memory, but P3 optimizer is to co"

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memory
-from optimizer import OptimizerConfig, Segment, StreamedAdamW, lr_at, workspace_bytes
+from optimizer import OptimizerConfig, Segment, StreamedAdamW, ahead_bytes, lr_at, workspace_bytes
 
 SHAPES = [(1,), (33, 5), (7,), (40, 129), (50_001,), (64,)]  # odd sizes; one above torch's 32768-element thread grain
 TOTAL = sum(math.prod(shape) for shape in SHAPES)
@@ -30,7 +30,13 @@ def one_thread():
 
 def chunk(elements: int) -> float:
     """chunk_mib that makes slots of `elements` parameters."""
-    return elements * 16 / 2**20
+    return elements * 12 / 2**20
+
+
+def load_ahead(optimizer):
+    """As the schedule does before the last micro-batch; how many chunks are on their way."""
+    optimizer.load_ahead(torch.full((optimizer.ahead_bytes,), 255, dtype=torch.uint8))
+    return len(optimizer._ahead)
 
 
 def build(config, dtype=torch.float32, decay=lambda i: True, shapes=SHAPES, seed=0, **marks):
@@ -91,12 +97,73 @@ def test_bit_identical_to_torch(elements, weight_decay, decay):
     for step in range(12):
         grad.copy_(gradient(step))
         info = optimizer.step(step)
-        torch_step(reference, params, grad, lr_at(step, config))
-        assert torch.equal(grad, gradient(step)), "the gradient was written"
+        torch_step(reference, params, gradient(step), lr_at(step, config))
         assert not info.skipped and info.clip_coef == 1.0
+        assert info.bytes_loaded == info.bytes_offloaded == 12 * TOTAL
     assert_same(optimizer, params, reference)
     for dest, param in zip(dests, params, strict=True):
         assert torch.equal(dest, param)
+
+
+@pytest.mark.parametrize("elements", [1024, 8192, 20_000])
+@pytest.mark.parametrize("room", [1, 2, 3.5, 7, 1000])
+def test_bit_identical_where_chunks_were_loaded_ahead(elements, room):
+    """Also in steps in between that load nothing ahead. `room` in chunks: less than there are, nearly all, more."""
+    config = replace(CONFIG, weight_decay=0.1, max_grad_norm=0.5, chunk_mib=chunk(elements))
+    config = replace(config, ahead_gib=room * config.chunk_mib / 1024)
+    optimizer, grad, dests = build(config, decay=lambda i: i in (0, 3))
+    params, reference = torch_adamw(dests, config, lambda i: i in (0, 3))
+    chunks = len(optimizer.chunks)
+    for step in range(8):
+        grad.copy_(gradient(step))
+        if step % 3 != 1:
+            loaded = load_ahead(optimizer)
+            assert loaded == min(int(room), chunks - 3)
+            for state in (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq):
+                state[: optimizer.chunks[loaded][0]] = math.nan  # what is there is not loaded again
+        info = optimizer.step(step)
+        assert info.clip_coef < 1 and not info.skipped and optimizer._ahead == []
+        torch_step(reference, params, gradient(step) * info.clip_coef, lr_at(step, config))
+    assert_same(optimizer, params, reference)
+    assert all(torch.equal(dest, param) for dest, param in zip(dests, params, strict=True))
+    assert optimizer.ahead_bytes == ahead_bytes(config, TOTAL) == min(int(room), chunks - 3) * 12 * elements
+    assert optimizer.workspace.nbytes == workspace_bytes(config) == 3 * 12 * elements  # and no more of it
+
+
+def test_what_was_loaded_ahead_is_forgotten_when_the_state_changes():
+    """A skipped step, and whatever else passes over the state, must not leave chunks for a later step."""
+    config = replace(CONFIG, weight_decay=0.1, chunk_mib=chunk(4096), ahead_gib=5 * chunk(4096) / 1024)
+    optimizer, grad, dests = build(config)
+    plain, plain_grad, plain_dests = build(config)
+    grad.copy_(gradient(0))
+    grad[3] = math.inf
+    bad, before, room = grad.clone(), snapshot(optimizer), torch.zeros(optimizer.ahead_bytes, dtype=torch.uint8)
+    optimizer.load_ahead(room)
+    assert optimizer.step(0).skipped and torch.equal(grad, bad)
+    room.fill_(255)  # it is given back
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(optimizer), strict=True))
+
+    def both(step, ahead):
+        grad.copy_(gradient(step))
+        plain_grad.copy_(gradient(step))
+        if ahead:
+            load_ahead(optimizer)
+        optimizer.step(step)
+        plain.step(step)
+        assert all(torch.equal(a, b) for a, b in zip(snapshot(plain), snapshot(optimizer), strict=True))
+
+    both(1, False)
+    both(2, True)
+    load_ahead(optimizer)
+    other = build(config, seed=5)[0].state_dict()
+    for each in (optimizer, plain):
+        each.load_state_dict(other)
+    both(3, False)
+    load_ahead(optimizer)
+    for each, own in ((optimizer, dests), (plain, plain_dests)):
+        own[3].fill_(0.5)
+        each.init_master()
+    both(4, False)
 
 
 def test_chunks_are_balanced_and_split_tensors():
@@ -115,19 +182,29 @@ def test_clipping_and_scale_follow_torch():
     clipped, clipped_optimizer = torch_adamw(dests, config)
     for step in range(10):
         grad.copy_(gradient(step))
-        scale, lr = 1 / (3 + step), lr_at(step, config)
+        scale, lr, own = 1 / (3 + step), lr_at(step, config), gradient(step)
         info = optimizer.step(step, grad_scale=scale)
-        torch_step(exact_optimizer, exact, grad * (scale * info.clip_coef), lr)
-        for param, g in zip(clipped, (grad * scale).split([p.numel() for p in clipped]), strict=True):
+        torch_step(exact_optimizer, exact, own * (scale * info.clip_coef), lr)
+        for param, g in zip(clipped, (own * scale).split([p.numel() for p in clipped]), strict=True):
             param.grad = g.view(param.shape).clone()
         norm = torch.nn.utils.clip_grad_norm_(clipped, 0.5)
         torch_step(clipped_optimizer, clipped, torch.cat([p.grad.view(-1) for p in clipped]), lr)
         assert info.clip_coef < 1
         assert info.grad_norm == pytest.approx(norm.item(), rel=1e-5)
-        assert info.grad_norm == pytest.approx(float((grad.double() * scale).norm()), rel=1e-12)
+        assert info.grad_norm == pytest.approx(float((own.double() * scale).norm()), rel=1e-12)
     assert_same(optimizer, exact, exact_optimizer)
     own = torch.cat([p.detach().view(-1) for p in clipped])
     torch.testing.assert_close(optimizer.master, own, rtol=1e-5, atol=1e-6)
+
+
+def test_the_norm_is_the_same_at_any_chunk_size_whose_workspace_holds_a_block():
+    """More than a block, and a part of one: 2.7 MiB are enough for its 2**20 elements in FP64."""
+    total, norms = 5 << 19, []
+    for chunk_mib in (2.7, 8.0, 64.0):
+        optimizer, grad, _ = build(replace(CONFIG, chunk_mib=chunk_mib), shapes=[(total,)])
+        grad.copy_(gradient(0, total))
+        norms.append(optimizer.step(0).grad_norm)
+    assert norms[0] == norms[1] == norms[2] == pytest.approx(float(gradient(0, total).double().norm()), rel=1e-12)
 
 
 def test_small_norm_is_not_clipped():
@@ -152,7 +229,7 @@ def test_bf16_destinations_are_the_rounded_master():
     for step in range(10):
         grad.copy_(gradient(step))
         optimizer.step(step)
-        torch_step(reference, params, grad, lr_at(step, config))
+        torch_step(reference, params, gradient(step), lr_at(step, config))
         written = torch.cat([dest.view(-1) for dest in dests])
         assert torch.equal(written, optimizer.master.to(torch.bfloat16))
     assert_same(optimizer, params, reference)  # the FP32 weights never went through BF16
@@ -179,10 +256,10 @@ def test_first_step_is_bias_corrected():
     """At t = 1 both corrections cancel the (1 - beta) factors: every weight moves by lr against its gradient's sign."""
     config = OptimizerConfig(lr=1e-3, max_grad_norm=0.0)
     optimizer, grad, _ = build(config)
-    before = optimizer.master.clone()
-    grad.copy_(torch.randn(TOTAL).sign() * torch.empty(TOTAL).uniform_(0.1, 10))
+    before, signs = optimizer.master.clone(), torch.randn(TOTAL).sign()
+    grad.copy_(signs * torch.empty(TOTAL).uniform_(0.1, 10))
     optimizer.step(0)
-    torch.testing.assert_close(before - optimizer.master, 1e-3 * grad.sign(), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(before - optimizer.master, 1e-3 * signs, rtol=1e-3, atol=1e-6)
 
 
 def test_resume_equals_uninterrupted(tmp_path):
@@ -193,10 +270,10 @@ def test_resume_equals_uninterrupted(tmp_path):
         whole_grad.copy_(gradient(step))
         if step == 2:
             whole_grad[5] = math.nan  # a skipped step before the save: trainer step and Adam's t part company
-        whole.step(step)
         if step < 6:
             first_grad.copy_(whole_grad)
             first.step(step)
+        whole.step(step)
     torch.save(first.state_dict(), tmp_path / "optimizer.pt")
     second, second_grad, second_dests = build(replace(config, chunk_mib=chunk(4096)), dtype=torch.bfloat16, seed=9)
     second.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
@@ -229,7 +306,7 @@ def test_skipped_step_does_not_advance_adam():
     params, reference = torch_adamw(dests, CONFIG)
     grad.copy_(gradient(1))
     assert not optimizer.step(1).skipped
-    torch_step(reference, params, grad, lr_at(1, CONFIG))
+    torch_step(reference, params, gradient(1), lr_at(1, CONFIG))
     assert_same(optimizer, params, reference)
 
 
@@ -316,10 +393,10 @@ def _four_ranks(rank, init_file):
     for i, segment in enumerate(optimizer.segments):
         expected = sum(every if i in shared else every[rank % 2 :: 2])
         assert torch.equal(grad[segment.offset : segment.end], expected[segment.offset : segment.end]), segment.name
-    info = optimizer.step(0, tp_group=tp, dp_group=dp)
     parts = [None, None]
     own = sum(grad[s.offset : s.end].double().square().sum().item() for s in optimizer.segments if s.counted)
     dist.all_gather_object(parts, own, group=tp)
+    info = optimizer.step(0, tp_group=tp, dp_group=dp)
     assert info.grad_norm == pytest.approx(sum(parts) ** 0.5, rel=1e-9)
     grad.fill_(0.1)
     if rank == 3:
@@ -354,7 +431,7 @@ def test_lr_table(schedule, expected):
 
 def test_update_allocates_nothing_that_grows_with_the_model():
     """The profiler's record of allocations during a step: scalars of the norm only, also for 16 times the model."""
-    config = replace(CONFIG, chunk_mib=0.25, max_grad_norm=1.0, weight_decay=0.1)
+    config = replace(CONFIG, chunk_mib=chunk(16384), max_grad_norm=1.0, weight_decay=0.1)
     peaks = []
     for numel in (50_000, 800_000):
         optimizer, grad, _ = build(config, shapes=[(numel,)])
@@ -365,7 +442,7 @@ def test_update_allocates_nothing_that_grows_with_the_model():
         sizes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
         assert sizes, "the profiler recorded no allocation at all"
         peaks.append(max(sizes))
-        assert optimizer.workspace.nbytes == workspace_bytes(config) == 3 * 2**18
+        assert optimizer.workspace.nbytes == workspace_bytes(config) == 3 * 12 * 16384
     assert max(peaks) <= 4096
 
 
@@ -402,6 +479,8 @@ class LateStreams(TorchDispatchMode):
 
 
 class LateStream:
+    """Its follow() has nothing to wait for: what no stream was given ran at once."""
+
     def __init__(self, world, queue):
         self.world, self.queue = world, queue
 
@@ -419,11 +498,16 @@ class LateStream:
     def wait(self, mark):
         self.queue.append(("wait", mark))
 
+    def follow(self):
+        pass
+
 
 @pytest.mark.parametrize("prefer", list(permutations(range(3))), ids=str)
-def test_marks_alone_keep_the_pipeline_in_order(prefer, monkeypatch):
-    """Each stage as early or as late as the marks allow: a load that runs ahead must not hit a busy slot."""
-    config = replace(CONFIG, weight_decay=0.1, chunk_mib=chunk(4096))
+@pytest.mark.parametrize("ahead", [0, 4, 1000])
+def test_marks_alone_keep_the_pipeline_in_order(prefer, ahead, monkeypatch):
+    """Each stage as early or as late as the marks allow: a load that runs ahead must not hit a busy slot, nor an update
+    run before the load that load_ahead enqueued."""
+    config = replace(CONFIG, weight_decay=0.1, chunk_mib=chunk(4096), ahead_gib=ahead * chunk(4096) / 1024)
     plain, plain_grad, plain_dests = build(config)
     streams = LateStreams(prefer)
     monkeypatch.setattr(memory, "stream", streams.stream)
@@ -435,6 +519,8 @@ def test_marks_alone_keep_the_pipeline_in_order(prefer, monkeypatch):
             plain_grad.copy_(gradient(step))
             late_grad.copy_(plain_grad)
             plain.step(step)
+            if ahead:
+                assert load_ahead(late) == min(ahead, len(late.chunks) - 3) and any(streams.queues)
             late.step(step)
     assert streams.reached and not any(streams.queues)
     for name in ("master", "exp_avg", "exp_avg_sq"):
@@ -448,7 +534,9 @@ def test_marks_alone_keep_the_pipeline_in_order(prefer, monkeypatch):
         ({"lr": 0.0}, "optimizer.lr is 0.0"),
         ({"betas": (0.9, 1.0)}, r"optimizer.betas are \(0.9, 1.0\)"),
         ({"weight_decay": -0.1}, "optimizer.weight_decay is -0.1"),
-        ({"chunk_mib": 1e-6}, "optimizer.chunk_mib is 1e-06: the smallest chunk is 512 bytes"),
+        ({"chunk_mib": 1e-6}, "optimizer.chunk_mib is 1e-06: the smallest chunk is 384 bytes"),
+        ({"ahead_gib": -1.0}, "optimizer.ahead_gib is -1.0: it must be 0, or room for a chunk of chunk_mib 64.0"),
+        ({"ahead_gib": 0.06}, "optimizer.ahead_gib is 0.06: it must be 0, or room"),
         ({"decay_steps": 5}, "do nothing with schedule constant"),
         ({"schedule": "cosine"}, "optimizer.decay_steps is 0 with schedule cosine: set it above warmup_steps"),
         ({"schedule": "linear", "decay_steps": 3, "min_lr_ratio": 2.0}, "optimizer.min_lr_ratio is 2.0"),
@@ -478,5 +566,5 @@ def test_layout_errors_name_the_segment():
         make(Segment("a", 10, 0, data[::2]))
     with pytest.raises(ValueError, match=r"grad_flat must be .* of 20 torch.float32, got \[19\]"):
         make(whole, grad=19)
-    with pytest.raises(ValueError, match="tensor of 1536 bytes, got 1535: enlarge it or lower optimizer.chunk_mib"):
-        make(whole, workspace=torch.zeros(1535, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="tensor of 1152 bytes, got 1151: enlarge it or lower optimizer.chunk_mib"):
+        make(whole, workspace=torch.zeros(1151, dtype=torch.uint8))

@@ -134,9 +134,11 @@ def test_the_planner_fills_in_what_the_command_line_leaves_open():
     hf_config = train.configs.load_config(config.model)
     arguments = 8, config.train_tp, config.rollout_tp, train.workload(config), config.memory
     assert train.plan.plan(hf_config, *arguments).peak_bytes <= 0.95 * 80 * 2**30
+    assert config.optimizer.ahead_gib > 0 and "beside the last micro-batch" in text
     given = ["--rollout.kv-cache-gib", "2.5", "--optimizer.chunk_mib=32", "--rollout-tp", "8"]
-    own, _ = train.configure([*command, *given], world=8)
+    own, _ = train.configure([*command, *given, "--optimizer.ahead-gib", "0"], world=8)
     assert (own.rollout.kv_cache_gib, own.optimizer.chunk_mib, own.rollout_tp) == (2.5, 32, 8)
+    assert own.optimizer.ahead_gib == 0
     assert "no settings were found for 1 GPU of 80 GiB" in train.configure(command, world=1)[1]
 
 
@@ -165,6 +167,8 @@ def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path):
         (["--rollout.top-p", "0.9"], "--rollout.top-p 0.9: expected 1"),
         (["--eval-every", "5"], "--eval-every 5: expected --data.eval-fraction or --data.eval-path"),
         (["--optimizer.lr", "0"], "optimizer.lr is 0.0: it must be above 0"),
+        (["--optimizer.ahead-gib", "1", "--memory.no-chunked-optimizer"], "--optimizer.ahead-gib 1.0: expected 0 with"),
+        (["--optimizer.ahead-gib", "1", "--memory.no-state-offload"], "--optimizer.ahead-gib 1.0: expected 0 with"),
     ],
 )
 def test_bad_arguments_name_the_field(arguments, message):
