@@ -44,9 +44,9 @@ from memory import MemoryConfig
 GIB = 2**30
 RESERVE = 0.05  # share of a GPU that choose() leaves free
 GPUS_PER_HOST = 8
-# GPU: a trainer's context with cuBLAS and NCCL; an engine's with CUDA graphs (the paper: 2 to 4 GiB). Their sum was
-# measured on H200s at 7B, train TP 2, rollout TP 1; how it divides is assumed.
-TRAINER_RUNTIME_GIB, ENGINE_RUNTIME_GIB = 1.3, 3.0
+# GPU, measured on H200s: both processes' contexts with the trainer's cuBLAS, what collectives add (at TP 2), what an
+# engine holds between rollouts (3B), and how much more than a step needs its allocator keeps in pieces of many sizes.
+TRAINER_RUNTIME_GIB, COLLECTIVES_GIB, ENGINE_RUNTIME_GIB, ENGINE_PIECES = 3.0, 0.9, 0.5, 2.5
 # Host: measured on the CPU machine, engine 3 GiB, trainer 0.8 after its imports; the trainer's with room for CUDA.
 ENGINE_HOST_GIB, TRAINER_HOST_GIB = 3.0, 2.0
 FILLED = 8  # to multiples of which layers.py fills up an MLP's inner width (its ALIGN)
@@ -397,14 +397,15 @@ def _suffix_work(hf_config, w: Workload, tp: int) -> int:
     return w.itemsize * (3 * d.hidden + 3 * d.inner)
 
 
-def _engine_other(hf_config, w: Workload, rollout_tp: int) -> int:
-    """The engine's runtime, the activations of one step or of its vision tower, and FP32 logits of what it samples."""
+def _engine_step(hf_config, w: Workload, rollout_tp: int) -> int:
+    """Of the engine in a rollout: the activations of one step or of its vision tower, and FP32 logits of what it
+    samples. It gives them back with the KV cache."""
     d, b = _dims(hf_config, rollout_tp), w.itemsize
     tokens = w.max_num_batched_tokens * b * (4 * d.hidden + 3 * d.inner)
     visual = max(w.visual_tokens, w.max_num_batched_tokens * w.visual_tokens // w.prompt_tokens)
     vision = 4 * min(visual, w.max_num_batched_tokens) * b * 8 * hf_config.vision_config.hidden_size
     logits = w.max_num_seqs * hf_config.text_config.vocab_size * (b + 3 * 4)
-    return int(ENGINE_RUNTIME_GIB * GIB) + max(tokens, vision) + logits
+    return int(ENGINE_PIECES * (max(tokens, vision) + logits))
 
 
 def kv_bytes(hf_config, w: Workload, rollout_tp: int, responses: int) -> int:
@@ -438,8 +439,9 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
         "layers": d.layers,
         "snapshot": held.snapshot + held.fused,
         "engine_weights": held.snapshot,
-        "engine_other": gpu * _engine_other(hf_config, w, rollout_tp),
-        "other": gpu * int(TRAINER_RUNTIME_GIB * GIB),
+        "engine_other": gpu * int(ENGINE_RUNTIME_GIB * GIB),
+        "engine_step": gpu * _engine_step(hf_config, w, rollout_tp),
+        "other": gpu * int((TRAINER_RUNTIME_GIB + COLLECTIVES_GIB * (train_tp > 1)) * GIB),
         "rollout_kv": int(w.kv_cache_gib * GIB) or kv_bytes(hf_config, w, rollout_tp, responses),
         "reference": w.itemsize * held.numel,
         "gradient": 4 * held.numel,
@@ -482,6 +484,7 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
     kept = {"engine_weights": policy.weight_sharing, "rollout_kv": policy.engine_release}
     kept["reference"] = policy.reference_paging or not w.reference
     always |= {name: s[name] for name, leaves in kept.items() if not leaves}
+    always["engine_other"] += 0 if policy.engine_release else s["engine_step"]
     always |= {} if policy.state_offload else {"optimizer_state": s["state"]}
 
     def window(phase: str, name: str, work: int = 0, **more: int) -> Window:
@@ -506,6 +509,7 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
         yield window("2", f"prefix backward{when}", work, **base, prefix_activations=consumed)
 
     kv, actor = {"rollout_kv": s["rollout_kv"]}, {"actor_boundary": s["boundary_kept"]}
+    kv["engine_other"] = s["engine_other"] + s["engine_step"]
     frozen = {"reference_boundary": s["boundary"]} if w.reference else {}
     reference, tokens, gradient = ({name: s[name]} for name in ("reference", "logprobs", "gradient"))
     update, base = gradient | {"optimizer_state": s["workspace"]}, tokens | gradient
@@ -575,8 +579,8 @@ def _formulas(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Me
     return {
         "snapshot": f"{b} B x {held.snapshot / b / 1e9:.3f} B parameters of a rollout shard{fused}",
         "engine_weights": f"{b} B x {held.snapshot / b / 1e9:.3f} B: the engine's own copy",
-        "engine_other": f"{ENGINE_RUNTIME_GIB:g} GiB of CUDA + one step of {w.max_num_batched_tokens} tokens",
-        "other": f"{TRAINER_RUNTIME_GIB:g} GiB of CUDA + the window's temporaries",
+        "engine_other": f"{ENGINE_RUNTIME_GIB:g} GiB + in a rollout a step of {w.max_num_batched_tokens} tokens",
+        "other": "CUDA and collectives of both processes + the window's temporaries",
         "rollout_kv": f"{kv}; {'as given' if w.kv_cache_gib else f'up to {w.max_num_seqs} responses at full length'}",
         "actor_boundary": boundary,
         "reference_boundary": boundary,
@@ -875,7 +879,12 @@ def _candidates(hf_config, world: int, workload: Workload, policy: MemoryConfig,
         enough = FULL_TOKENS // workload.prompt_tokens * workload.prompt_tokens or FULL_TOKENS  # in whole prompts
         full = [tokens for tokens in sizes if tokens >= enough]  # equally good; of the others the most first
         equal = product((sequences[:2], sequences[2:]), [full, *([x] for x in sizes if x < enough)], kinds)
-        for seqs, kind, micro_tokens in (each for some, tokens, a in equal for each in product(some, a, tokens)):
+        for seqs, kind, micro_tokens in (
+            (seqs, one, micro_tokens)
+            for some, tokens, alike in equal
+            for seqs, one in product(some, alike)
+            for micro_tokens in (tokens[::-1] if one == "some" else tokens)  # smaller passes leave room for more
+        ):
             own = dict(kv_cache_gib=0.0, chunk_mib=64.0, ahead_gib=0.0)
             own["max_num_batched_tokens"] = max(4096, memory.align(workload.prompt_tokens))
             own |= {name: given[name] for name in own if name in given}
@@ -1046,7 +1055,7 @@ def table1(hf_config, w: Workload) -> list[tuple[str, float, float | None, float
         ("reference: BF16 weights", 2 * held.numel, 2 * nominal, 7.6, "2 B x parameters / 8"),
         ("rollout: BF16 weights", held.snapshot, 4 * nominal, 15.1, "2 B x parameters / 4"),
         ("rollout: KV cache", 29 * GIB, None, 29.0, f"{29 * GIB // token} tokens of {token // 1024} KiB; see 3"),
-        ("rollout: runtime buffers", _engine_other(hf_config, w, 4), None, 3.0, "the paper: 2 to 4"),
+        ("rollout: runtime buffers", _engine_step(hf_config, w, 4), None, 3.0, "the paper: 2 to 4"),
     ]
     table = [(name, a / GIB, b and b / GIB, paper, how) for name, a, b, paper, how in rows]
     return [*table, ("total", sum(row[1] for row in table), None, 165.0, "see 4")]
