@@ -371,27 +371,28 @@ def stream() -> Stream:
     return Stream()
 
 
-class SmLimit:
+class SmLimit(Stream):
     """`with limit:` computes on `sms` of the GPU's SMs only (a green context), in order with what comes before and
     after; nothing changes on a CPU.
 
-    The default stream serves it, as it does everything else: so what is saved for a backward pass goes backward on the
-    whole GPU, and memory is not kept for a stream of its own."""
+    Not for what goes backward later: autograd runs that on the stream of its forward pass, and so on as few SMs."""
 
     def __init__(self, sms: int):
-        self._green = None
-        if torch.cuda.is_available():
+        super().__init__()
+        if self._cuda is not None:
             from torch.cuda.green_contexts import GreenContext
 
             self._green = GreenContext.create(num_sms=sms, device_id=torch.cuda.current_device())
+            self._cuda = self._green.Stream()
 
-    def __enter__(self) -> None:
-        if self._green is not None:
-            self._green.set_context()
+    def __enter__(self) -> "Stream":
+        self.follow()
+        return super().__enter__()
 
     def __exit__(self, *exc) -> None:
-        if self._green is not None:
-            self._green.pop_context()
+        super().__exit__(*exc)
+        self.lead()
+        empty_cache()  # the allocator keeps what was freed for this stream alone
 
 
 @dataclass(frozen=True)

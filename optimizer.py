@@ -250,12 +250,12 @@ class StreamedAdamW:
     def load_ahead(self, room: Tensor) -> None:
         """Start to load the first chunks into `room`, where the next step finds them. Waits for nothing on the host.
 
-        room: uint8, ahead_bytes, mapped until that step has returned. The loads come after what the current stream has
-        been given. A skipped step forgets them, and so does whatever else passes over the state before the step.
+        room: uint8, ahead_bytes, mapped until that step has returned, and of no use to what streams have been given so
+        far: the loads do not wait for that. A skipped step forgets them, and so does whatever else passes over the
+        state before the step.
         """
         shape = self.ahead_bytes // self.slots[0].nbytes, *self.slots.shape[1:]
         slots = room[: self.ahead_bytes].view(torch.float32).view(shape)
-        self._load.follow()
         self._ahead = []
         for slot, (a, b) in zip(slots, self.chunks, strict=False):
             self._ahead.append((slot, self._fill(slot[:, : b - a], self._state, a, b)))

@@ -1214,7 +1214,7 @@ def main(argv: list[str] | None = None) -> None:
     """The command line; bad input is one line and exit status 2."""
     about = __doc__.split("\n\n")[0]
     try:
-        run(tyro.cli(Args, args=argv, description=about, config=(tyro.conf.FlagCreatePairsOff,)))
+        run(tyro.cli(Args, args=argv, description=about))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -32,7 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -340,10 +340,14 @@ class Schedule:
 
     # -- Phase 1
 
-    def prefixes(self, batches: list[MicroBatch]) -> None:
-        """Compute the reference's prefixes, then the actor's; each batch keeps its own until its suffixes."""
-        self._reference_prefixes(batches)
-        self._actor_prefixes(batches)
+    def prefixes(self, batches: list[MicroBatch], limit: AbstractContextManager | None = None) -> None:
+        """Compute the reference's prefixes, then the actor's; each batch keeps its own until its suffixes. limit: of
+        SMs, for those that save nothing for a backward pass, which would be limited, too (memory.SmLimit)."""
+        limit = limit or nullcontext()
+        with limit:
+            self._reference_prefixes(batches)
+        with limit if self.policy.activations == "recompute" else nullcontext():
+            self._actor_prefixes(batches)
 
     def _overlapped_prefixes(self, batches: list[MicroBatch]) -> tuple[int | None, int, float]:
         """All prefixes, on the SMs that they may use; returns those, the prefixes' tokens, and seconds."""
@@ -351,8 +355,7 @@ class Schedule:
         tokens = sum(len(sample.input_ids) for batch in batches for sample in batch.samples)
         start_ns = time.monotonic_ns()
         if (sms := self.partition.next(tokens)) is not None:
-            with self.partition.limits[sms]:
-                self.prefixes(batches)
+            self.prefixes(batches, self.partition.limits[sms])
         return sms, tokens, (time.monotonic_ns() - start_ns) / 1e9
 
     def _wait_for_prompts(self) -> None:
@@ -535,7 +538,7 @@ class Partition:
 
     def __init__(self, candidates: tuple[int, ...] = (0,)):
         # Made once: a green context is a partition.
-        self.limits = {sms: memory.SmLimit(sms) if sms else nullcontext() for sms in candidates}
+        self.limits = {sms: memory.SmLimit(sms) if sms else None for sms in candidates}
         self.history: list[Measured] = []
 
     @property

@@ -260,7 +260,7 @@ def parse(argv: list[str], chosen: plan.Settings | None = None) -> Config:
     name = next((a.removeprefix("--model=") for a in argv if a.startswith("--model=")), name)
     default = TINY if name in (None, "tiny") else Config()
     default = default if chosen is None else _with(default, chosen)
-    return tyro.cli(Config, default=default, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+    return tyro.cli(Config, default=default, args=argv)
 
 
 def _with(config: Config, chosen: plan.Settings) -> Config:
@@ -307,9 +307,9 @@ def configure(argv: list[str], world: int) -> tuple[Config, str]:
 
 def named_flags(argv: list[str]) -> set[str]:
     """Of the fields that the command line names: export for `--no-export`, memory.keep-tokens for
-    `--memory.keep_tokens=9`."""
-    flags = (part.partition("=")[0].replace("_", "-") for part in argv if part.startswith("--"))
-    return {flag.removeprefix("--").removeprefix("no-") for flag in flags}
+    `--memory.keep_tokens=9`, memory.engine-release for `--memory.no-engine-release`."""
+    flags = (part.removeprefix("--").partition("=")[0] for part in argv if part.startswith("--"))
+    return {flag.replace("_", "-").replace(".no-", ".").removeprefix("no-") for flag in flags}
 
 
 def _given(argv: list[str], config: Config) -> dict:
@@ -317,7 +317,7 @@ def _given(argv: list[str], config: Config) -> dict:
     flags = named_flags(argv)
     owners = (
         (config, "", "train-tp", "rollout-tp", "micro-tokens"),
-        (config.memory, "memory.", "activations", "keep-tokens", "recompute-layers"),
+        (config.memory, "memory.", "activations", "keep-tokens", "recompute-vision", "recompute-layers"),
         (config.rollout, "rollout.", "kv-cache-gib", "max-num-seqs", "max-num-batched-tokens"),
         (config.optimizer, "optimizer.", "chunk-mib", "ahead-gib"),
     )

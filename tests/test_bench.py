@@ -449,7 +449,7 @@ def test_a_prompt_shorter_than_its_text_is_refused_once(tmp_path, torchrun):
 
 def test_comparison_with_real_engines(tmp_path, torchrun):
     out = tmp_path / "runs" / "c"
-    arguments = ["--workloads", "120/6", "150/4", "--pairs", "1", "--cut", "9", "--prompts", "4", "--rollout.n", "2"]
+    arguments = ["--workloads", "120/30", "150/20", "--pairs", "1", "--cut", "40", "--prompts", "4", "--rollout.n", "2"]
     done = torchrun(ROOT / "bench.py", "compare", *arguments, "--out", str(out))
     written = json.loads((out / "compare.json").read_text())
     records = bench.read_metrics(out)
@@ -463,7 +463,7 @@ def test_comparison_with_real_engines(tmp_path, torchrun):
         written["workloads"], written["results"], (records[:4], records[4:]), strict=True
     ):
         lengths = [length for row in workload["lengths"] for length in row]
-        assert len(lengths) == 8 and max(lengths) <= 9
+        assert len(lengths) == 8 and max(lengths) <= 40
         assert [r["response_tokens_mean"] for r in four] == [
             statistics.fmean(lengths)
         ] * 4  # exact lengths on both sides
@@ -474,8 +474,8 @@ def test_comparison_with_real_engines(tmp_path, torchrun):
         assert all(result[side][key][0] > 0 for side in ("none", "prefix") for key in measured)
         assert result["prefix"]["prefixes_s"][0] > 0 and result["prefix"]["prefixes_beside"][0] > 0
         assert result["none"]["exchange_s"][0] > 0 and 0.01 < result["none"]["exchange_share"][0] < 10  # 2 ranks, q = 2
-    assert "| 120/6 | " in (out / "compare.md").read_text()
-    for line in ("120/6 none, warm-up: step 1/8", "150/4 prefix: step 8/8", "none / prefix"):
+    assert "| 120/30 | " in (out / "compare.md").read_text()
+    for line in ("120/30 none, warm-up: step 1/8", "150/20 prefix: step 8/8", "none / prefix"):
         assert line in done.stdout
     bench.main(["memory", str(out), "--step", "7"])
     assert (out / "memory.png").stat().st_size > 10_000

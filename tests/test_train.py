@@ -139,6 +139,9 @@ def test_the_planner_fills_in_what_the_command_line_leaves_open():
     own, _ = train.configure([*command, *given, "--optimizer.ahead-gib", "0"], world=8)
     assert (own.rollout.kv_cache_gib, own.optimizer.chunk_mib, own.rollout_tp) == (2.5, 32, 8)
     assert own.optimizer.ahead_gib == 0
+    for flag, wanted in (("recompute-vision", True), ("no-recompute-vision", False), ("recompute-layers", True)):
+        own, _ = train.configure([*command, f"--memory.{flag}"], world=8)  # whatever the planner would choose
+        assert getattr(own.memory, flag.removeprefix("no-").replace("-", "_")) == wanted
     assert "no settings were found for 1 GPU of 80 GiB" in train.configure(command, world=1)[1]
 
 
