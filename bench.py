@@ -473,7 +473,8 @@ def _phase_at(line: dict) -> str:
 
 def _merge(gpu: int, logs: list[_Log], origin_ns: int, end_s: float) -> Device:
     """One GPU's processes together. Memory that both report is counted once, as its owner reports it: what belongs to
-    the rollout by the engine, the rest by the trainer; only "other" is each process's own."""
+    the rollout by the engine, the rest by the trainer. A trainer's "other" is all that is in use on the GPU besides
+    what it names, and so has the engine's "engine_other" in it."""
     engines = [log for log in logs if log.header["process"] == "engine"]
     trainers = [log for log in logs if log.header["process"] != "engine"]
     if not trainers:
@@ -484,6 +485,8 @@ def _merge(gpu: int, logs: list[_Log], origin_ns: int, end_s: float) -> Device:
         first, second = (engines, trainers) if tag in _ROLES["rollout"] else (trainers, engines)
         owners = [log for log in first if tag in log.bytes] or [log for log in second if tag in log.bytes]
         held[tag] = sum(log.at(tag, times_ns) for log in (logs if tag == "other" else owners) if tag in log.bytes)
+    if "other" in held and "engine_other" in held:
+        held["other"] = np.maximum(0, held["other"] - held["engine_other"])
     phases = ["", *trainers[0].phases]
     now = np.searchsorted(trainers[0].times_ns, times_ns, side="right")
     capacity = trainers[0].header["capacity_bytes"]

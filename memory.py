@@ -644,10 +644,13 @@ class Ledger:
                 self.add(entry[1], -entry[0])
 
     def sample(self) -> tuple[str, dict[str, int]]:
-        """Phase and what this process holds, for its memory log: the engine writes one of its own."""
+        """Phase and what this process holds, for its memory log. "other" is all that is in use besides, so also what an
+        engine's allocator holds at the moment: the engine writes that, and its KV cache, into a log of its own."""
         held = self.held()
+        held.pop("engine_other", None)  # known as it was at the last release
         other = unnamed_bytes(sum(held.values()), sum(held.get(tag, 0) for tag in _ALLOCATED))
-        return self.phase, {t: n for t, n in held.items() if t not in ("rollout_kv", "engine_other")} | {"other": other}
+        held.pop("rollout_kv", None)
+        return self.phase, held | {"other": other}
 
     def held(self) -> dict[str, int]:
         """What is in device memory now, {tag: bytes}, without empty entries."""

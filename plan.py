@@ -44,9 +44,9 @@ from memory import MemoryConfig
 GIB = 2**30
 RESERVE = 0.05  # share of a GPU that choose() leaves free
 GPUS_PER_HOST = 8
-# GPU, measured on H200s: both processes' contexts with the trainer's cuBLAS, what collectives add (at TP 2), what an
-# engine holds between rollouts (3B), and how much more than a step needs its allocator keeps in pieces of many sizes.
-TRAINER_RUNTIME_GIB, COLLECTIVES_GIB, ENGINE_RUNTIME_GIB, ENGINE_PIECES = 3.0, 0.9, 0.5, 2.5
+# GPU, measured on H200s at 3B and 7B: both processes' contexts with the trainer's cuBLAS, what collectives add (TP 2),
+# what an engine holds between rollouts, and how much more than a step needs its allocator keeps in pieces of all sizes.
+TRAINER_RUNTIME_GIB, COLLECTIVES_GIB, ENGINE_RUNTIME_GIB, ENGINE_PIECES = 3.0, 1.2, 0.7, 1.7
 # Host: measured on the CPU machine, engine 3 GiB, trainer 0.8 after its imports; the trainer's with room for CUDA.
 ENGINE_HOST_GIB, TRAINER_HOST_GIB = 3.0, 2.0
 FILLED = 8  # to multiples of which layers.py fills up an MLP's inner width (its ALIGN)
@@ -769,9 +769,7 @@ def _keep(p: Plan, tokens: int) -> Plan:
 
 def budgets(p: Plan, hbm_bytes: float) -> dict[str, float]:
     """Largest prompt, the same if all of it is visual, largest response (tokens) and KV cache (GiB) that fit: each with
-    the rest as it is, but for chunks loaded ahead, which only take what is left; token budgets with the smallest KV
-    cache that holds one group; 0 where nothing fits."""
-    p = p.replan(ahead_gib=0.0)
+    the rest as it is, token budgets with the smallest KV cache that holds one group; 0 where nothing fits."""
     w, most = p.workload, p.hf_config.text_config.max_position_embeddings
 
     def fit(**fields) -> bool:
@@ -816,7 +814,6 @@ class Settings:
     max_num_seqs: int
     max_num_batched_tokens: int
     chunk_mib: float
-    ahead_gib: float
     offload_gib: float
     plan: Plan
     reasons: dict[str, str]  # field -> one line
@@ -885,7 +882,7 @@ def _candidates(hf_config, world: int, workload: Workload, policy: MemoryConfig,
             for seqs, one in product(some, alike)
             for micro_tokens in (tokens[::-1] if one == "some" else tokens)  # smaller passes leave room for more
         ):
-            own = dict(kv_cache_gib=0.0, chunk_mib=64.0, ahead_gib=0.0)
+            own = dict(kv_cache_gib=0.0, chunk_mib=64.0)
             own["max_num_batched_tokens"] = max(4096, memory.align(workload.prompt_tokens))
             own |= {name: given[name] for name in own if name in given}
             step = replace(workload, micro_tokens=micro_tokens, max_num_seqs=seqs, **own)
@@ -940,8 +937,8 @@ def _halves(start: int, least: int = 1) -> list[int]:
 
 
 def _settings(p: Plan, room: float, given: dict) -> Settings:
-    """The plan with the KV cache in round figures, as many prompts kept as fit if it keeps some, the largest chunk that
-    is not what needs most, and as many of them loaded ahead as fit; but for what is given."""
+    """The plan with the KV cache in round figures, as many prompts kept as fit if it keeps some, and the largest chunk
+    that is not what needs most; but for what is given."""
     w, groups = p.workload, p.workload.prompts * p.train_tp // p.world
     if "kv_cache_gib" not in given:
         rounded = p.replan(kv_cache_gib=math.ceil(4 * p.kv_bytes / GIB) / 4)
@@ -955,8 +952,6 @@ def _settings(p: Plan, room: float, given: dict) -> Settings:
     if "chunk_mib" not in given:
         larger = (p.replan(chunk_mib=chunk) for chunk in (512.0, 256.0, 128.0))
         p = next((q for q in larger if q.peak().phase in ("1", "2")), p)
-    if "ahead_gib" not in given and p.policy.state_offload and p.policy.chunked_optimizer:
-        p = _loading_most(p, room)
     offload = math.ceil(p.host["offloaded activations"] / GIB)
     reasons = _reasons(p, groups) | dict.fromkeys(given, "as given")
     reasons |= {"offload_gib": "what all groups of a replica save"} if offload else {}
@@ -984,17 +979,6 @@ def _keeping_most(p: Plan, groups: int, room: float, towers: list[bool]) -> Plan
     return max(found, key=lambda pair: pair[0])[1]
 
 
-def _loading_most(p: Plan, room: float) -> Plan:
-    """With as many chunks loaded ahead as there are and the last micro-batch leaves room for. `p` fits."""
-    chunk_mib, numel = p.workload.chunk_mib, p.peak("3").bytes["gradient"] // 4
-    whole = optimizer.OptimizerConfig(chunk_mib=chunk_mib, ahead_gib=12 * numel / GIB + chunk_mib / 1024)
-
-    def ahead(chunks: int) -> Plan:
-        return p.replan(ahead_gib=chunks * chunk_mib / 1024)
-
-    return ahead(_largest(lambda k: fits(ahead(k), room), 1, optimizer.ahead_chunks(whole, numel)))
-
-
 def _reasons(p: Plan, groups: int) -> dict[str, str]:
     """A line for each setting."""
     w, policy, at_once = p.workload, p.policy, passes(p.workload, p.policy, groups)
@@ -1013,11 +997,6 @@ def _reasons(p: Plan, groups: int) -> dict[str, str]:
     layers = "what the layers of one micro-batch save fits"
     if policy.recompute_layers:
         layers = "as given, or nothing fits without: one more forward pass, layer by layer, in each backward"
-    share = (
-        (p.windows[-1].bytes["optimizer_state"] - p.windows[0].bytes["optimizer_state"])
-        / p.peak("3").bytes["gradient"]
-        / 3
-    )
     most = f"{at_once.prompt / w.prompt_tokens:.3g} of {groups} prompts, or {at_once.response} response tokens"
     return dict(
         train_tp=f"the smallest that fits: {p.world // p.train_tp} replica(s), peak {p.peak_bytes / GIB:.1f} GiB a GPU",
@@ -1031,7 +1010,6 @@ def _reasons(p: Plan, groups: int) -> dict[str, str]:
         max_num_seqs="all responses of an engine at once, up to 256, or as many as the KV cache has room for",
         max_num_batched_tokens=f"{w.max_num_batched_tokens // w.prompt_tokens} whole prompts in one engine step",
         chunk_mib="the largest up to 512 that leaves the peak to phase 1 or 2",
-        ahead_gib=f"{share:.0%} of the state can load beside the last micro-batch of phase 2, rather than in phase 3",
     )
 
 
@@ -1136,8 +1114,7 @@ def _cell(hf_config, world: int, hbm_bytes: float, w: Workload, policy: MemoryCo
     except ValueError:
         return "no"
     degrees = f"{s.train_tp} / {s.rollout_tp}, {_activations(s.plan.policy)}"
-    needed = s.plan.replan(ahead_gib=0.0).peak_bytes  # chunks loaded ahead only take what is left
-    return f"{degrees}: {needed / GIB:.0f}, host {s.plan.host_bytes / GIB:.0f}"
+    return f"{degrees}: {s.plan.peak_bytes / GIB:.0f}, host {s.plan.host_bytes / GIB:.0f}"
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------

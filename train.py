@@ -275,7 +275,7 @@ def _with(config: Config, chosen: plan.Settings) -> Config:
         rollout_tp=chosen.rollout_tp,
         micro_tokens=chosen.micro_tokens,
         rollout=replace(config.rollout, **sizes),
-        optimizer=replace(config.optimizer, chunk_mib=chosen.chunk_mib, ahead_gib=chosen.ahead_gib),
+        optimizer=replace(config.optimizer, chunk_mib=chosen.chunk_mib),
         memory=replace(config.memory, **residency),
     )
 
@@ -319,7 +319,7 @@ def _given(argv: list[str], config: Config) -> dict:
         (config, "", "train-tp", "rollout-tp", "micro-tokens"),
         (config.memory, "memory.", "activations", "keep-tokens", "recompute-vision", "recompute-layers"),
         (config.rollout, "rollout.", "kv-cache-gib", "max-num-seqs", "max-num-batched-tokens"),
-        (config.optimizer, "optimizer.", "chunk-mib", "ahead-gib"),
+        (config.optimizer, "optimizer.", "chunk-mib"),
     )
     named = ((owner, name.replace("-", "_"), prefix + name) for owner, prefix, *names in owners for name in names)
     return {field: getattr(owner, field) for owner, field, flag in named if flag in flags}
