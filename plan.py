@@ -1008,7 +1008,7 @@ def _reasons(p: Plan, groups: int) -> dict[str, str]:
         recompute_layers=layers,
         kv_cache_gib=f"{w.max_num_seqs} responses at full length, a group's prompt once",
         max_num_seqs="all responses of an engine at once, up to 256, or as many as the KV cache has room for",
-        max_num_batched_tokens=f"{w.max_num_batched_tokens // w.prompt_tokens} whole prompts in one engine step",
+        max_num_batched_tokens=f"whole prompts in one engine step: {w.max_num_batched_tokens // w.prompt_tokens}",
         chunk_mib="the largest up to 512 that leaves the peak to phase 1 or 2",
     )
 

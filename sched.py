@@ -47,15 +47,14 @@ import memory
 # ---- micro-batches ---------------------------------------------------------------------------------------------------
 
 
-def packed(lengths: list[int], most: int, padded: bool) -> list[slice]:
-    """Neighbours of these lengths (tokens) together, in order, up to `most` tokens, which padding to the longest counts
-    towards if there is any. What is longer goes alone."""
-    runs, start, longest, total = [], 0, 0, 0
+def packed(lengths: list[int], most: int) -> list[slice]:
+    """Neighbours of these lengths (tokens) together, in order, up to `most` tokens. What is longer goes alone."""
+    runs, start, total = [], 0, 0
     for i, length in enumerate(lengths):
-        longest, total = max(longest, length), total + length
-        if i > start and ((i + 1 - start) * longest if padded else total) > most:
+        total += length
+        if i > start and total > most:
             runs.append(slice(start, i))
-            start, longest, total = i, length, length
+            start, total = i, length
     return [*runs, slice(start, len(lengths))] if lengths else runs
 
 
@@ -171,14 +170,14 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """Of its prompts, padded to the longest."""
-        return len(self.groups) * max(len(group.sample.input_ids) for group in self.groups)
+        """Of its prompts."""
+        return sum(len(group.sample.input_ids) for group in self.groups)
 
     def passes(self, most: int) -> Iterator["SuffixPass"]:
         """The suffixes of all its responses, in passes of at most `most` response tokens."""
         owners = [(g, i) for g, group in enumerate(self.groups) for i in range(len(group.responses))]
         lengths = [max(1, len(self.groups[g].responses[i].token_ids)) for g, i in owners]
-        for run in packed(lengths, most, padded=False):
+        for run in packed(lengths, most):
             rows = [[i for g, i in owners[run] if g == own] for own in range(len(self.groups))]
             yield SuffixPass(self.groups, [slice(own[0], own[-1] + 1) if own else slice(0) for own in rows])
 
@@ -287,7 +286,7 @@ class Schedule:
     def micro_batches(self, groups: list[Group]) -> list[MicroBatch]:
         """Neighbours together, up to micro_tokens prompt tokens."""
         lengths = [len(group.sample.input_ids) for group in groups]
-        return [MicroBatch(groups[run]) for run in packed(lengths, self.micro_tokens, padded=True)]
+        return [MicroBatch(groups[run]) for run in packed(lengths, self.micro_tokens)]
 
     def update(self, step: int, grad_scale: float):
         """Phase 3: stream the optimizer, publish θk+1, drop what the engines derived from θk."""

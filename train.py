@@ -750,7 +750,7 @@ def warm_up(trainer: Trainer, step: int, position: int) -> tuple[float, int]:
     trainer.schedule.begin_gradients()
     total, tokens = 0.0, sum(target.numel() for target in targets)
     samples, targets = trainer.mine(samples), trainer.mine(targets)
-    for run in sched.packed([len(sample.input_ids) for sample in samples], trainer.config.micro_tokens, padded=True):
+    for run in sched.packed([len(sample.input_ids) for sample in samples], trainer.config.micro_tokens):
         prefix, batch = trainer.actor.prefix(samples[run]), targets[run]
         logprobs = trainer.actor.suffix(prefix, batch, [[target.numel()] for target in batch], 1.0)
         loss = -sum(values.sum() for values in logprobs)

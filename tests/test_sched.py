@@ -196,19 +196,19 @@ def test_a_policy_that_cannot_take_effect_is_refused(arguments, message):
 
 
 @pytest.mark.parametrize(
-    "lengths, most, padded, expected",
+    "lengths, most, expected",
     [
-        ([3, 3, 3], 6, False, [2, 1]),
-        ([3, 3, 3], 9, True, [3]),
-        ([1, 1, 5, 1], 8, False, [4]),
-        ([1, 1, 5, 1], 8, True, [2, 1, 1]),  # two of 5 make 10
-        ([9, 1, 9], 4, False, [1, 1, 1]),
-        ([2], 1, True, [1]),
-        ([], 4, False, []),
+        ([3, 3, 3], 6, [2, 1]),
+        ([3, 3, 3], 9, [3]),
+        ([1, 1, 5, 1], 8, [4]),
+        ([1, 1, 5, 1], 7, [3, 1]),
+        ([9, 1, 9], 4, [1, 1, 1]),
+        ([2], 1, [1]),
+        ([], 4, []),
     ],
 )
-def test_neighbours_are_packed_up_to_a_number_of_tokens(lengths, most, padded, expected):
-    runs = sched.packed(lengths, most, padded)
+def test_neighbours_are_packed_up_to_a_number_of_tokens(lengths, most, expected):
+    runs = sched.packed(lengths, most)
     assert [run.stop - run.start for run in runs] == expected
     assert [i for run in runs for i in range(run.start, run.stop)] == list(range(len(lengths)))
 
