@@ -47,6 +47,7 @@ _COLORS = {  # phases keep their colour from figure to figure; names not listed 
     "decode": "tab:blue",
     "prefill": "tab:cyan",
     "preprocess": "lightsteelblue",
+    "prefill wait": "khaki",
     "rollout wait": "lightskyblue",
     "reference prefix": "tab:olive",
     "reference": "palegoldenrod",

@@ -146,7 +146,7 @@ def _longest(lanes_: list[list[dict]], names: tuple[str, ...] | None, makespan: 
 def compare_results(records: list[Record], events: dict[int, list[dict]]) -> list[dict]:
     """One entry a workload: both schedules' figures, a list over the measured steps each, and what follows from them.
 
-    T_D: the rollout of a serial step, prefill included, since prefixes start beside it. T_P: the prefixes alone.
+    T_D: the rollout of a serial step, prefill included, though prefixes begin once it is over. T_P: the prefixes alone.
     `equation_1` is the speed-up that the measured slowdown leaves, `most` what no slowdown would."""
     results = []
     for name in dict.fromkeys(record["workload"] for record in records):
@@ -477,6 +477,7 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
     import torch.distributed as dist
 
     import data
+    import memory
     import train
 
     ranks = train.join(config)
@@ -501,6 +502,7 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
     _watch_kv(trainer)
     _vary_rewards(trainer)
     known, step = {"optimizer_floor_s": optimizer_floor_s(trainer)} | exchange_figures(trainer), 0
+    memory.empty_cache()  # so that the workloads find the device as they would without
     trainer.loader.close()
     for workload, clip in zip(workloads, clips, strict=True):
         samples = decode_samples(trainer, clip)
@@ -508,11 +510,11 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
         trainer.loader = _Prepared(samples)
         step = measure(trainer, log, workload, args.pairs, step, known)
         if ranks.rank == 0:  # also what is there if the run ends early
-            tables = report(run_dir, trainer, workloads, known)
+            about, tables = report(run_dir, trainer, workloads, known)
     log.close()
     trainer.close()
     if ranks.rank == 0:
-        show(run_dir, tables)
+        show(run_dir, about, tables)
     dist.destroy_process_group()
 
 
@@ -527,9 +529,9 @@ def describe(workload: Workload, samples: list) -> str:
     )
 
 
-def report(run_dir: Path, trainer, workloads: list[Workload], known: dict) -> list[list[list[str]]]:
-    """The tables of what has been measured, also written to compare.md and, with every step's figures, to
-    compare.json."""
+def report(run_dir: Path, trainer, workloads: list[Workload], known: dict) -> tuple[str, list[list[list[str]]]]:
+    """Hardware with versions, and the tables of what has been measured; also written to compare.md and, with every
+    step's figures, to compare.json."""
     import torch
 
     import memory
@@ -548,12 +550,12 @@ def report(run_dir: Path, trainer, workloads: list[Workload], known: dict) -> li
     tables = [headline(results), *map(details, results)]
     text = [f"`{command}`", about, _READ, *map(_markdown, tables)]
     (run_dir / "compare.md").write_text("\n\n".join(text) + "\n")
-    return tables
+    return about, tables
 
 
-def show(run_dir: Path, tables: list[list[list[str]]]) -> None:
-    """Print the tables."""
-    print(f"\n{_READ}")
+def show(run_dir: Path, about: str, tables: list[list[list[str]]]) -> None:
+    """Print the tables below what they were measured on."""
+    print(f"\n{about}\n{_READ}")
     for table in tables:
         print()
         print_table(table)

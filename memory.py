@@ -327,8 +327,8 @@ class Stream:
 
     A CPU executes at once and in program order, so there the marks carry nothing."""
 
-    def __init__(self):
-        self._cuda = torch.cuda.Stream() if torch.cuda.is_available() else None
+    def __init__(self, cuda: torch.cuda.Stream | None = None):
+        self._cuda = torch.cuda.Stream() if cuda is None and torch.cuda.is_available() else cuda
         self._context = None
 
     def __enter__(self) -> "Stream":
@@ -371,27 +371,27 @@ def stream() -> Stream:
     return Stream()
 
 
-class SmLimit(Stream):
+class SmLimit:
     """`with limit:` computes on `sms` of the GPU's SMs only (a green context), in order with what comes before and
     after; nothing changes on a CPU.
 
     Not for what goes backward later: autograd runs that on the stream of its forward pass, and so on as few SMs."""
 
     def __init__(self, sms: int):
-        super().__init__()
-        if self._cuda is not None:
+        self._stream = Stream()
+        if torch.cuda.is_available():
             from torch.cuda.green_contexts import GreenContext
 
             self._green = GreenContext.create(num_sms=sms, device_id=torch.cuda.current_device())
-            self._cuda = self._green.Stream()
+            self._stream = Stream(self._green.Stream())
 
-    def __enter__(self) -> "Stream":
-        self.follow()
-        return super().__enter__()
+    def __enter__(self) -> None:
+        self._stream.follow()
+        self._stream.__enter__()
 
     def __exit__(self, *exc) -> None:
-        super().__exit__(*exc)
-        self.lead()
+        self._stream.__exit__(*exc)
+        self._stream.lead()
         empty_cache()  # the allocator keeps what was freed for this stream alone
 
 
@@ -876,6 +876,7 @@ class _DeviceRegion:
         self.unmap()
 
     def map(self) -> None:
+        empty_cache(self._size + 2**28)  # the driver does not know what PyTorch's allocator could give back
         self._memory = _driver("cuMemCreate", self._size, _allocation(), 0)
         _map(self._address, self._size, self._memory)
 

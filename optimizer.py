@@ -90,7 +90,8 @@ class OptimizerConfig:
     copy is not dominated by its start, small enough to fit beside the gradient."""
     ahead_gib: float = 0.0
     """Device memory for chunks that are loaded ahead, beside the last micro-batch of Phase 2, GiB; 0: none. As many
-    whole chunks as fit, and no more than there are besides the workspace's three."""
+    whole chunks as fit, and no more than there are besides the workspace's three. `python plan.py --ahead-gib` says
+    whether there is room for them; nothing else does. At 7B they held the micro-batch up for as long as they saved."""
     max_skipped_steps: int = 3
     """Non-finite gradients tolerated in a row: every rank skips such a step; one more than this stops the run."""
 

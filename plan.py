@@ -834,8 +834,7 @@ def choose(
     """Settings whose step leaves RESERVE of each GPU free, and fits into `host_bytes` of a host (0: unlimited).
 
     Preferred in this order: a small rollout TP, a small train TP, half of the responses or more at once, many tokens at
-    once up to FULL_TOKENS, activations kept rather than some of them or none, more responses, more tokens; of what is
-    left then, as many chunks as possible of the optimizer's state beside the last micro-batch of phase 2. Layers are
+    once up to FULL_TOKENS, activations kept rather than some of them or none, more responses, more tokens. Layers are
     computed again only where nothing else fits, and activations offloaded only where that does not either. `given`
     ({field of CHOSEN: value}) stays as it is; the same fields of `workload` and `policy` do not count, but for what is
     recomputed. Raises ValueError with a verdict, or naming a given value that cannot be.
@@ -883,7 +882,7 @@ def _candidates(hf_config, world: int, workload: Workload, policy: MemoryConfig,
             for micro_tokens in (tokens[::-1] if one == "some" else tokens)  # smaller passes leave room for more
         ):
             own = dict(kv_cache_gib=0.0, chunk_mib=64.0)
-            own["max_num_batched_tokens"] = max(4096, memory.align(workload.prompt_tokens))
+            own["max_num_batched_tokens"] = max(4096, memory.align(workload.prompt_tokens + seqs))  # beside decode
             own |= {name: given[name] for name in own if name in given}
             step = replace(workload, micro_tokens=micro_tokens, max_num_seqs=seqs, **own)
             keep, tower = given.get("keep_tokens", 0), given.get("recompute_vision", policy.recompute_vision)

@@ -316,7 +316,8 @@ class EngineClient:
         return taken
 
     def wait_for_prompts(self) -> None:
-        """Wait until the engine has taken every prompt of generate() into its batch, or all of them are finished."""
+        """Wait until the engine has taken every prompt of generate(), the last of which are then about to be prefilled;
+        or until all are finished."""
         self._wait_until(lambda: len(self._prompt_ids) == len(self._order) or not self._open_calls)
 
     def abort(self) -> None:
@@ -334,9 +335,10 @@ class EngineClient:
         self._ask("publish", version)
 
     def release_kv(self) -> list[dict[str, int]]:
-        """Give the KV cache's memory back, addresses kept.
+        """Give the KV cache's memory back, addresses kept, and what the allocators hold for later.
 
-        Per worker: {kv_bytes, resident_before, resident_after, other_bytes, host_bytes}, the last two of its process.
+        Per worker: {kv_bytes, resident_before, resident_after, other_before, other_bytes, host_bytes}: the last three
+        of its process, besides the cache.
         """
         return self._ask("release_kv")
 
@@ -1145,12 +1147,12 @@ class EngineExtension:
 
     def _rollplex_kv(self, change: Callable[[memory.Arena], Any]) -> dict[str, int]:
         arena = self.model_runner.rollplex_kv
-        before = arena.resident_bytes("kv")
+        before, others = arena.resident_bytes("kv"), {"other_before": memory.allocator_bytes()}
         change(arena)
         if hasattr(self, "rollplex_memory_log"):
             self.rollplex_memory_log.sample()
-        after, others = arena.resident_bytes("kv"), dict(other_bytes=memory.allocator_bytes())
-        others["host_bytes"] = memory.host_bytes()
+        after = arena.resident_bytes("kv")
+        others |= {"other_bytes": memory.allocator_bytes(), "host_bytes": memory.host_bytes()}
         return {"kv_bytes": arena.nbytes("kv"), "resident_before": before, "resident_after": after} | others
 
     def rollplex_positions(self, prompt_ids: list[int], mm_features: list) -> list[list[int]]:

@@ -245,6 +245,7 @@ class Schedule:
     kv_bytes: int = 0  # of the engine's KV cache on this rank's device, known once the engine is ready
     workers: list[int] = field(default_factory=list)  # ranks of the replica on whose devices this rank's engine works
     engine_host_bytes: int = 0  # of the engine's process on this rank's device, at the last release
+    engine_step_bytes: int = 0  # that it had in a rollout besides its KV cache, and gave back, at most
     partition: "Partition" = field(default_factory=lambda: Partition())  # what Phase 1 computes on, beside decode
     version: int = 0  # of the weights: the k of θk
     rollout: object | None = None  # rollout.Stats of the last generation on this rank's engine
@@ -309,7 +310,8 @@ class Schedule:
         """Put memory behind the KV cache of this rank's engine. Collective over the replica."""
         if self.policy.engine_release:
             self.ledger.set("rollout_kv", self.kv_bytes)
-            memory.empty_cache(self.kv_bytes + 2**30)  # another process takes it: the allocator here would not notice
+            # Another process takes it, and memory for its steps: the allocator here would not notice.
+            memory.empty_cache(self.kv_bytes + self.engine_step_bytes + 2**30)
             dist.barrier(group=self.control)
             if self.engine is not None:
                 self.engine.restore_kv()
@@ -330,6 +332,7 @@ class Schedule:
         dist.all_gather_object(pieces, mine, group=self.control)
         own = {rank: report for piece in pieces for rank, report in piece.items()}[dist.get_rank(self.control)]
         self.ledger.set("engine_other", own["other_bytes"])
+        self.engine_step_bytes = max(self.engine_step_bytes, own["other_before"] - own["other_bytes"])
         self.engine_host_bytes = own["host_bytes"]
         return own
 
@@ -399,7 +402,8 @@ class Schedule:
     def _actor_prefix(self, batch: MicroBatch, waits: bool) -> None:
         """What autograd saves stays on the device, leaves it as it is produced, or is not saved at all. waits: for its
         suffixes beside other prefixes, rather than for the next moment."""
-        kind, again = self.policy.activations, waits and self.policy.recompute_vision
+        kind = self.policy.activations
+        again = waits and kind == "keep" and self.policy.recompute_vision
         with self.saved.offloaded() if kind == "offload" else self.saved.counted("prefix_activations"):
             batch.actor = self.actor.prefix(batch.samples, keep=kind != "recompute", recompute_vision=again)
         self._count("actor_boundary", batch.actor.leaves())
