@@ -531,7 +531,7 @@ def test_a_refused_prompt_costs_its_neighbours_nothing(engine, policy):
     engine.generate([Request(f"more{i}", video.ids, video.media, 16, seed=i) for i in range(60)])
     engine.abort()
     engine.wait_for_prompts()  # though many never came into a batch
-    assert 960 < len(engine.wait()) < 1920
+    assert 960 < len(engine.wait()) <= 1920  # less what poll() took
     again = {(r.request_id, r.index): r.token_ids for r in generate(engine, *good)}
     assert again == alone
 
