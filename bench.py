@@ -474,8 +474,8 @@ def _phase_at(line: dict) -> str:
 
 def _merge(gpu: int, logs: list[_Log], origin_ns: int, end_s: float) -> Device:
     """One GPU's processes together. Memory that both report is counted once, as its owner reports it: what belongs to
-    the rollout by the engine, the rest by the trainer. A trainer's "other" is all that is in use on the GPU besides
-    what it names, and so has the engine's "engine_other" in it."""
+    the rollout by the engine, the rest by the trainer; only "other" is each process's own. A trainer's is all that
+    is in use on the GPU besides what it names, and so has the engine's "engine_other" in it."""
     engines = [log for log in logs if log.header["process"] == "engine"]
     trainers = [log for log in logs if log.header["process"] != "engine"]
     if not trainers:

@@ -99,15 +99,12 @@ def step_figures(record: Record, events: list[dict]) -> dict[str, float | None]:
         lanes_of.setdefault((event["pid"], event["tid"]), []).append(event)
     trainers = [found for (_, tid), found in lanes_of.items() if tid == "train"]
     engines = [found for (_, tid), found in lanes_of.items() if tid != "train"]
-    ends = {e["pid"]: e["ts"] for e in events if e["name"] == "rollout wait"}  # prefixes that begin later are Phase 2's
-    prefixes = [
-        [
-            e
-            for e in lane
-            if e["name"] in ("reference prefix", "actor prefix") and e["ts"] < ends.get(e["pid"], math.inf)
-        ]
-        for lane in trainers
-    ]
+    waits = {e["pid"]: e["ts"] for e in events if e["name"] == "rollout wait"}
+
+    def in_phase_1(e: dict) -> bool:  # a prefix that could not be kept beside decode begins later
+        return e["name"] in ("reference prefix", "actor prefix") and e["ts"] < waits.get(e["pid"], math.inf)
+
+    prefixes = [[e for e in lane if in_phase_1(e)] for lane in trainers]
     table = overlap_table([event for lane in (*prefixes, *engines) for event in lane])
     spent, beside = (sum(row[i] for row in table.values()) for i in (0, 1))
     overlapped = record["overlap"] == "prefix"
@@ -398,11 +395,12 @@ def exchange_figures(trainer) -> dict[str, float | None]:
     sharded = [slot for slot in snapshot.plan.slots if slot.logical.axis is not None]
     nbytes = sum(slot.tensor(snapshot.bytes, snapshot.plan.dtype).nbytes for slot in sharded) * (q - 1) // q
     piece = snapshot.bytes[: min(nbytes, 2**28)]
+    pieces = math.ceil(nbytes / len(piece))
     arrived, mine = torch.empty_like(piece), dist.get_rank(snapshot.group)
     after, before = (dist.get_global_rank(snapshot.group, (mine + step) % q) for step in (1, -1))
 
     def copy() -> None:
-        for _ in range(-(-nbytes // len(piece))):
+        for _ in range(pieces):
             out = dist.P2POp(dist.isend, piece, after, snapshot.group)
             back = dist.P2POp(dist.irecv, arrived, before, snapshot.group)
             for request in dist.batch_isend_irecv([out, back]):
@@ -419,8 +417,8 @@ def exchange_figures(trainer) -> dict[str, float | None]:
             found.append(time.perf_counter() - start)
         return _slowest(trainer, statistics.median(found[1:]))
 
-    exchange_s, copied = seconds(snapshot.exchange), -(-nbytes // len(piece)) * len(piece)
-    return {"exchange_s": exchange_s, "exchange_share": seconds(copy) * nbytes / copied / exchange_s}
+    exchange_s, copy_s = seconds(snapshot.exchange), seconds(copy) * nbytes / (pieces * len(piece))
+    return {"exchange_s": exchange_s, "exchange_share": copy_s / exchange_s}
 
 
 def _slowest(trainer, seconds: float) -> float:

@@ -323,7 +323,8 @@ def answer_cuda_queries() -> None:
 
 
 class Stream:
-    """A queue of device work: `with stream:` enqueues on it, record() marks a point, wait(mark) orders after one.
+    """A queue of device work, new unless it is given: `with stream:` enqueues on it, record() marks a point, wait(mark)
+    orders after one.
 
     A CPU executes at once and in program order, so there the marks carry nothing."""
 
@@ -378,12 +379,13 @@ class SmLimit:
     Not for what goes backward later: autograd runs that on the stream of its forward pass, and so on as few SMs."""
 
     def __init__(self, sms: int):
-        self._stream = Stream()
+        limited = None
         if torch.cuda.is_available():
             from torch.cuda.green_contexts import GreenContext
 
             self._green = GreenContext.create(num_sms=sms, device_id=torch.cuda.current_device())
-            self._stream = Stream(self._green.Stream())
+            limited = self._green.Stream()
+        self._stream = Stream(limited)
 
     def __enter__(self) -> None:
         self._stream.follow()

@@ -10,10 +10,10 @@
 Weights are exact: the same tables that train.py allocates from. Activations are what autograd saves in model.py, term
 by term: tests/test_plan.py counts what real passes save on a CPU and finds the formulas within 0.1 %. On a GPU three
 kernels save something else (fused RMSNorm, flash attention, its variable-length form in the vision tower); those terms
-are derived from the kernels' signatures, and so are all temporaries: the README has a run at 7B beside its plan. What
-the CUDA runtime and the engine's hold are stated constants. RESERVE stands for fragmentation and the rest. Sizes are
-worst cases: every prompt and every response as long as its limit, and micro-batches as full of media as shorter prompts
-can make them.
+are derived from the kernels' signatures, and so are all temporaries: the README has runs at 3B and 7B beside their
+plans. What the CUDA runtime and the engine's hold are stated constants. RESERVE stands for fragmentation and the rest.
+Sizes are worst cases: every prompt and every response as long as its limit, and micro-batches as full of media as
+shorter prompts can make them.
 
 Run (no GPU, no weights, under 5 s):
     python plan.py --model qwen2.5-vl-32b --train-tp 8 --rollout-tp 4      # the paper's case, with its Table 1

@@ -483,7 +483,7 @@ class Schedule:
     def _load_ahead(self) -> None:
         """The optimizer's first chunks come in beside the last micro-batch, where the kept prefixes were."""
         with self.timeline.span("load ahead"):
-            room = memory.has_room(self.optimizer.ahead_bytes + 2**30)  # in pieces that the allocator still holds, none
+            room = memory.has_room(self.optimizer.ahead_bytes + 2**30)
             if room:
                 self.optimizer.load_ahead(self.arena.acquire("ahead"))
         self._sample("load ahead" if room else "no room to load ahead")

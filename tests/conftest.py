@@ -30,6 +30,19 @@ def torchrun():
     return run
 
 
+@pytest.fixture(scope="session")
+def tritons_interpreter():
+    """tritons_interpreter(test file) runs it as a program whose Triton kernels run on the CPU; fails if it fails."""
+
+    def run(file: str) -> None:
+        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-W", "ignore", file]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    return run
+
+
 def pytest_collection_modifyitems(items: list) -> None:
     """Tests marked gpu are skipped where there is none."""
     import torch

@@ -215,6 +215,16 @@ def test_memory_of_both_processes_adds_up_and_is_counted_once(tmp_path):
     assert second.bytes.keys() == {"snapshot", "other"}
 
 
+def test_what_an_engine_allocates_is_not_also_other(tmp_path):
+    """A trainer sees it as in use on the GPU, and cannot tell whose it is."""
+    trainer = [(1.0, "1", {"other": 3}), (2.0, "1", {"other": 9}), (1.0, "2", {"other": 2})]
+    write_log(tmp_path, "memory-rank0.jsonl", trainer, process="trainer", gpu=0)
+    engine = [(1.0, "engine", {"engine_other": 1}), (2.0, "engine", {"engine_other": 7}), (1.0, "engine", {})]
+    write_log(tmp_path, "memory-engine0-0.jsonl", engine, process="engine", engine=0, gpu=0)
+    (device,) = bench.read_devices(tmp_path)
+    assert areas(device) == pytest.approx({"engine_other": 1 + 14, "other": 2 + 2 * 2 + 2})
+
+
 def test_memory_peaks_of_phases(tmp_path):
     device = bench.read_devices(memory_run(tmp_path / "a"))[0]
     peaks = bench.phase_peaks(device)

@@ -4,14 +4,9 @@ formulas in FP64, here in Triton's interpreter.
 Run: TRITON_INTERPRET=1 PYTHONPATH=. python tests/test_layers.py     # only the kernels
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
 from torch import nn
 
 import layers
@@ -156,11 +151,8 @@ def kernels(device: str) -> None:
             rotation_kernel(device, dtype, whole, part, heads)
 
 
-def test_kernels_in_tritons_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_kernels_in_tritons_interpreter(tritons_interpreter):
+    tritons_interpreter(__file__)
 
 
 @pytest.mark.gpu

@@ -5,15 +5,11 @@ Run: TRITON_INTERPRET=1 PYTHONPATH=. python tests/test_model.py     # only the k
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
 from test_weights import checkpoint
 
 import configs
@@ -164,11 +160,8 @@ def kernels(device: str) -> None:
                 assert (here[0].cpu() - x).norm() <= bar * x.norm()
 
 
-def test_kernels_in_tritons_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_kernels_in_tritons_interpreter(tritons_interpreter):
+    tritons_interpreter(__file__)
 
 
 @pytest.mark.gpu
