@@ -16,9 +16,9 @@ gradient is on the device already: its buffer is read where it is, and used up.
 Each stage has its own stream. Chunk j+1 loads and chunk j-1 returns while chunk j is updated; a slot is loaded again
 only after its offload. On a CPU the three streams are one and the stages take turns.
 
-Both directions at once are slower than one alone (37 and 55 GB/s on two H200s), and in Phase 2 neither is used. So
-`load_ahead` fills further slots with the first chunks beside the last micro-batch, when the kept prefixes have left
-room; of those `step` only has the copies out to wait for. Afterwards these slots take turns with the workspace's three.
+Both directions at once are slower than one alone, and in Phase 2 neither is used. So `load_ahead` fills further slots
+with the first chunks beside the last micro-batch, when the kept prefixes have left room; of those `step` only has the
+copies out to wait for. Afterwards these slots take turns with the workspace's three.
 
     Phase 2, last micro-batch        Phase 3
     load 0 │ 1 │ … │ n-1             load n … while a slot is free │ update 0 │ 1 │ 2 │ … │ offload 0 │ 1 │ 2 │ …
