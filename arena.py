@@ -180,9 +180,7 @@ class _DeviceRegion:
         """Serve the memory's file descriptor to whoever connects: a descriptor's number means nothing in another
         process."""
         if self._server is None:
-            kinds = _cuda().CUmemAllocationHandleType
-            posix = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-            fd = int(_driver("cuMemExportToShareableHandle", self._memory, posix, 0))
+            fd = int(_driver("cuMemExportToShareableHandle", self._memory, _file_descriptor(), 0))
             self._server = socket.socket(socket.AF_UNIX)
             self._server.bind(f"\0rollplex-{os.getpid()}-{secrets.token_hex(8)}")  # abstract: no file to leave behind
             self._server.listen()
@@ -223,9 +221,8 @@ def _attach_device(handle: str, nbytes: int) -> torch.Tensor:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect("\0" + handle.removeprefix("cuda:"))
         _, fds, _, _ = socket.recv_fds(connection, 256, 1)
-    posix = _cuda().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     size = _granules(nbytes)
-    memory = _driver("cuMemImportFromShareableHandle", fds[0], posix)
+    memory = _driver("cuMemImportFromShareableHandle", fds[0], _file_descriptor())
     os.close(fds[0])
     address = _driver("cuMemAddressReserve", size, 0, 0, 0)
     _map(address, size, memory)
@@ -249,13 +246,18 @@ def _driver(function: str, *arguments):
     return results[0] if results else None
 
 
+def _file_descriptor():
+    """The kind of handle that another process can be given."""
+    return _cuda().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
 def _allocation():
     cuda = _cuda()
     prop = cuda.CUmemAllocationProp()
     prop.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     prop.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     prop.location.id = torch.cuda.current_device()
-    prop.requestedHandleTypes = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    prop.requestedHandleTypes = _file_descriptor()
     return prop
 
 

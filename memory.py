@@ -337,11 +337,6 @@ class Stream:
             torch.cuda.current_stream().wait_stream(self._cuda)
 
 
-def stream() -> Stream:
-    """A new stream on the device."""
-    return Stream()
-
-
 class SmLimit:
     """`with limit:` computes on `sms` of the GPU's SMs only (a green context), in order with what comes before and
     after; nothing changes on a CPU.
@@ -414,6 +409,28 @@ class MemoryConfig:
                 raise ValueError(f"--memory.{name.replace('_', '-')} {value}: expected 0 or more")
         if self.activations == "offload" and not self.offload_gib:
             raise ValueError("--memory.offload-gib 0: expected room for the activations that are offloaded")
+
+    def check_given(self, given: set[str], overlap: str, reference: bool) -> None:
+        """Raise ValueError for a field that somebody gave and that cannot take effect beside the others.
+
+        given: fields as the command line names them (memory.keep-tokens); what is not among them, a default or the
+        planner's choice, may well have no effect. reference: there is one (--algo.kl-coef)."""
+        activations, keeps = f"--memory.activations {self.activations}", self.activations == "keep"
+        other, fix = ("--overlap none", "--overlap prefix") if keeps else (activations, "--memory.activations keep")
+        why = f"or {fix} beside it: with {other} no actor prefix is kept beside decode"
+        rules = (  # field, whether it asks for something, whether it gets it, what was expected
+            ("keep-tokens", self.keep_tokens, keeps and overlap == "prefix", f"0, {why}"),
+            ("recompute-vision", self.recompute_vision, keeps and overlap == "prefix", f"off, {why}"),
+            ("recompute-vision", self.recompute_vision, not self.recompute_layers,
+             "off with --memory.recompute-layers, which computes the vision tower's blocks again as well"),
+            ("offload-gib", self.offload_gib, self.activations == "offload",
+             f"--memory.activations offload beside it: with {activations} nothing is offloaded"),
+            ("reference-paging", not self.reference_paging, reference,
+             "on with --algo.kl-coef 0: there is no reference to stay on the device"),
+        )  # fmt: skip
+        for field, asks, gets, expected in rules:
+            if f"memory.{field}" in given and asks and not gets:
+                raise ValueError(f"--memory.{field}: expected {expected}")
 
 
 # ---- contract --------------------------------------------------------------------------------------------------------
@@ -641,7 +658,7 @@ class SavedTensors:
 
     def __init__(self, ledger: Ledger, arena: "Arena", pool: "HostPool | None" = None):
         self._ledger, self._arena, self._pool = ledger, arena, pool
-        self._stream = stream() if pool is not None else None  # copies go out beside the prefix that produces them
+        self._stream = Stream() if pool is not None else None  # copies go out beside the prefix that produces them
 
     @contextmanager
     def counted(self, tag: str) -> Iterator[None]:

@@ -223,7 +223,7 @@ class StreamedAdamW:
         self._decay_runs = _runs(segments, lambda s: s.decay)
         self._counted_runs = _runs(segments, lambda s: s.counted)
         self._partial_runs = _runs(segments, lambda s: s.partial)
-        self._load, self._update, self._offload = memory.stream(), memory.stream(), memory.stream()
+        self._load, self._update, self._offload = memory.Stream(), memory.Stream(), memory.Stream()
 
     @torch.no_grad()
     def init_master(self) -> None:

@@ -322,9 +322,8 @@ class Schedule:
     def note_engine(self, mine: dict[int, dict]) -> dict:
         """Share the reports of this rank's engine, {rank in the replica: report}, and note what the engine's process on
         this device holds besides its KV cache; returns that process's report. Collective over the replica."""
-        pieces: list = [None] * dist.get_world_size(self.control)
-        dist.all_gather_object(pieces, mine, group=self.control)
-        own = {rank: report for piece in pieces for rank, report in piece.items()}[dist.get_rank(self.control)]
+        reports = {rank: report for piece in self._gather(mine) for rank, report in piece.items()}
+        own = reports[dist.get_rank(self.control)]
         self.ledger.set("engine_other", own["other_bytes"])
         self.engine_step_bytes = max(self.engine_step_bytes, own["other_before"] - own["other_bytes"])
         self.engine_host_bytes = own["host_bytes"]
@@ -348,7 +347,7 @@ class Schedule:
     def _overlapped_prefixes(self, batches: list[MicroBatch]) -> tuple[int | None, int, float]:
         """All prefixes, on the SMs that they may use; returns those, the prefixes' tokens, and seconds."""
         self._wait_for_prompts()
-        tokens = sum(len(sample.input_ids) for batch in batches for sample in batch.samples)
+        tokens = sum(batch.tokens for batch in batches)
         start_ns = time.monotonic_ns()
         if (sms := self.partition.next(tokens)) is not None:
             self.prefixes(batches, self.partition.limits[sms])
@@ -367,9 +366,7 @@ class Schedule:
         replica."""
         decode_s = self.rollout.seconds if self.engine is not None else 0.0
         steps = sum(work.steps for work in self.rollout.timeline) if self.engine is not None else 0
-        pieces: list = [None] * dist.get_world_size(self.control)
-        dist.all_gather_object(pieces, (decode_s, steps, prefix_s), group=self.control)
-        decode_s, steps, prefix_s = map(max, zip(*pieces, strict=True))
+        decode_s, steps, prefix_s = map(max, zip(*self._gather((decode_s, steps, prefix_s)), strict=True))
         self.partition.history.append(Measured(sms, decode_s, steps, prefix_s, tokens))
 
     def _reference_prefixes(self, batches: list[MicroBatch]) -> None:
@@ -408,7 +405,6 @@ class Schedule:
 
     def _collect(self, groups: list[Group], score: Callable[[list[Group]], None]) -> None:
         """Wait for this rank's engine, score its responses, share both with the replica's other ranks."""
-        answered = []
         with self.timeline.span("rollout wait"):
             for response in self.engine.wait() if self.engine is not None else []:
                 groups[int(response.request_id)].responses.append(response)
@@ -419,9 +415,7 @@ class Schedule:
             answered = [(i, group) for i, group in enumerate(groups) if group.responses]
             score([group for _, group in answered])
         with self.timeline.span("gather responses"):
-            pieces: list = [None] * dist.get_world_size(self.control)
-            mine = [(i, group.responses, group.rewards) for i, group in answered]
-            dist.all_gather_object(pieces, mine, group=self.control)
+            pieces = self._gather([(i, group.responses, group.rewards) for i, group in answered])
         for i, responses, rewards in (entry for piece in pieces for entry in piece):
             if any(response.prompt_ids != groups[i].sample.input_ids.tolist() for response in responses):
                 raise RuntimeError(f"prompt {i}: the engine expanded its media to other token ids than the trainer")
@@ -508,6 +502,12 @@ class Schedule:
     def _sample(self, mark: str = "") -> None:
         if self.log is not None:
             self.log.sample(mark)
+
+    def _gather(self, mine: object) -> list:
+        """Every rank's object, by rank. Collective over the replica."""
+        pieces: list = [None] * dist.get_world_size(self.control)
+        dist.all_gather_object(pieces, mine, group=self.control)
+        return pieces
 
     def _over_replicas(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=memory.device())

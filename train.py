@@ -225,6 +225,9 @@ class Config:
         policy, sms, percent = self.sm_policy, self.prefix_sms, self.prefix_percent
         limits = policy not in ("none", "default")
         _require(self.overlap != "none" or not limits, "sm-policy", policy, "default: nothing overlaps decode")
+        limited = self.algo.kl_coef > 0 or self.memory.activations == "recompute"  # what saves nothing for a backward
+        expected = "default with --algo.kl-coef 0, or --memory.activations recompute: no other prefixes are limited"
+        _require(limited or policy not in ("green-context", "auto"), "sm-policy", policy, expected)
         instead = "green-context: static SM partitions (MPS of CUDA 13.1) are not available here"
         _require(policy != "affinity", "sm-policy", policy, instead)
         expected = "the prefixes' SMs with --sm-policy green-context, 0 with any other"
@@ -304,6 +307,7 @@ def configure(argv: list[str], world: int) -> tuple[Config, str]:
         except ValueError as error:
             text = f"no settings were found for {error}\n"
     config.validate(world)
+    config.memory.check_given(named_flags(argv), config.overlap, config.algo.kl_coef > 0)
     _check_model(config, hf_config, world)
     return config, text
 
