@@ -16,7 +16,7 @@ serial order is min(T_P − Δ, T_D) (Rollplex, Equation 1).
 
 Run:
     python sched.py --decode-s 133.7 --prefix-s 60 --slowdown-s 1.2     # what overlap can save; needs no hardware
-Left out on purpose: complete-group overlap, disaggregated placement, MPS's static SM partitions.
+Left out on purpose: complete-group overlap, disaggregated placement.
 To change when things run, edit Schedule.iterate; to change which SMs prefixes get, edit choose_sms; to change what is
 computed, edit model.py or the loss in train.py.
 """
