@@ -511,7 +511,7 @@ def test_marks_alone_keep_the_pipeline_in_order(prefer, ahead, monkeypatch):
     config = replace(CONFIG, weight_decay=0.1, chunk_mib=chunk(4096), ahead_gib=ahead * chunk(4096) / 1024)
     plain, plain_grad, plain_dests = build(config)
     streams = LateStreams(prefer)
-    monkeypatch.setattr(memory, "stream", streams.stream)
+    monkeypatch.setattr(memory, "Stream", streams.stream)
     monkeypatch.setattr(memory, "synchronize", streams.synchronize)
     with streams:
         late, late_grad, late_dests = build(config)
