@@ -1,36 +1,22 @@
-"""Memory: an arena with stable addresses that two processes share, a host pool, and everything that depends on the
-device.
+"""Memory: what may be on the device when, what is, and everything that depends on the device.
 
-    one trainer rank (one GPU)                              its engine worker on the same GPU
-    ┌────────────── Arena ──────────────────┐
-    │ snapshot   rollout-sized weights      │◄── attach(handle) ──  every engine parameter is a view in here
-    │ fused_qkv  Case-3 training layout     │
-    │ reference  frozen weights, 2 windows  │    release(name): pages go back, the address stays
-    │ gradient   FP32, Phase 2 and 3        │    acquire(name): pages may be touched again, same address
-    │ workspace  optimizer chunks, Phase 3  │
-    │ ahead      more of them, from the last│
-    │            micro-batch of Phase 2 on  │
-    └───────────────────────────────────────┘
-    ┌────────────── HostPool ───────────────┐
-    │ master, exp_avg, exp_avg_sq, reference│    preallocated once, never grows
-    └───────────────────────────────────────┘
+    device section   the only place that asks what hardware there is
+    MemoryConfig     what stays on the device: every policy can be switched off
+    CONTRACT         the paper's Table 3: which object may be there at which barrier  ─┐
+    Ledger           bytes by object, as they come and go ─────────────────────────────┴─ compared at each barrier
+    SavedTensors     what autograd keeps: counted in the ledger, or moved to the host pool
+    MemoryLog        the ledger over time, RUN/memory-*.jsonl
 
-An object occupies device memory only between its first latency-critical use and its last use (Rollplex, §3.2). What
-makes that cheap is that releasing pages does not invalidate a tensor: its address, shape and strides stay, only the
-bytes are gone. On a CPU a region is a memfd: MAP_SHARED pages that another process maps by path, given back by punching
-a hole in the file. On a GPU it is a reserved range of addresses: physical memory is created, mapped and
-released with CUDA's virtual-memory calls, and reaches the other process as a file descriptor over a Unix socket.
-
-A Ledger counts every object as it comes and goes: regions when they are mapped, tensors that autograd keeps as long as
-it keeps them. At each barrier its contents are compared with CONTRACT, the paper's Table 3 as data; what should have
-been gone is an error that names it. The same counts make the peak of each phase, the limit and the memory log.
+An object occupies device memory only between its first latency-critical use and its last use (Rollplex, §3.2). A Ledger
+counts every object as it comes and goes: regions when arena.py maps them, tensors that autograd keeps as long as it
+keeps them. At each barrier its contents are compared with CONTRACT; what should have been gone is an error that names
+it. The same counts make the peak of each phase, the limit and the memory log.
 
 Run:
-    python memory.py                     # CPU or GPU: share a region with another process, release it; the log's cost
+    python memory.py                     # CPU or GPU: what the memory log costs
     python memory.py --model qwen2.5-vl-32b --train-tp 8 --rollout-tp 4      # what will fit, see plan.py
-Left out on purpose: sharing a physical page between objects of different phases, paging by layer.
 To change what stays in device memory, edit CONTRACT and the acquire and release calls in sched.py; to change how, edit
-Arena.
+arena.py.
 """
 
 import ctypes
@@ -39,26 +25,21 @@ import itertools
 import json
 import mmap
 import os
-import secrets
 import shutil
-import socket
 import subprocess
 import threading
 import time
 import weakref
-from bisect import bisect
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 
-ALIGN_BYTES = 512  # tensors inside a region start at multiples of this
+if TYPE_CHECKING:  # arena.py imports this file
+    from arena import Arena, HostPool
 
 
 # ---- device section: the only place that asks what hardware there is -------------------------------------------------
@@ -132,9 +113,8 @@ FOREIGN_GIB = 2.0  # on a GPU before our first allocation: our CUDA context and 
 
 
 def check_device() -> None:
-    """Raise ValueError if somebody else uses this rank's GPU, or the GPU cannot share memory between processes.
-
-    Call once before the first allocation; nothing to check on a CPU."""
+    """Raise ValueError if somebody else uses this rank's GPU. Call once before the first allocation; nothing to check
+    on a CPU."""
     if not torch.cuda.is_available():
         return
     free, total = torch.cuda.mem_get_info()
@@ -143,16 +123,6 @@ def check_device() -> None:
             f"GPU {torch.cuda.current_device()}: {(total - free) / 2**30:.1f} GiB are in use before our first "
             f"allocation, more than {FOREIGN_GIB:.0f}: another process runs there; nvidia-smi names it: end it"
         )
-    for feature, attribute in (
-        ("virtual memory management", "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"),
-        ("memory handles as file descriptors", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"),
-    ):
-        attribute = getattr(_cuda().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}")
-        if not _driver("cuDeviceGetAttribute", attribute, torch.cuda.current_device()):
-            raise ValueError(
-                f"GPU {torch.cuda.get_device_name()}: no {feature} (CUDA), which the arena is made of; virtual GPUs "
-                "and old drivers lack it: use another GPU or driver"
-            )
 
 
 def host_limit(held_bytes: int = 0, root: Path = Path("/")) -> tuple[int, str]:
@@ -199,10 +169,10 @@ def check_host(
         "trainers": ranks * host_bytes(),  # as they are now
     }
     limit, source = (limit_bytes, "--memory.host-limit-gib") if limit_bytes else host_limit(needs["trainers"], root)
-    if sum(needs.values()) > limit:
-        split = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in needs.items() if nbytes)
+    if (total := sum(needs.values())) > limit:
+        split = ", ".join(f"{name} {readable(nbytes)}" for name, nbytes in needs.items() if nbytes)
         raise ValueError(
-            f"host memory: this host's ranks ({ranks}) need {_size(sum(needs.values()))} ({split}), but {_size(limit)} "
+            f"host memory: this host's ranks ({ranks}) need {readable(total)} ({split}), but {readable(limit)} "
             f"are all that {source} allows: lower --memory.offload-gib or use --memory.activations "
             "recompute, run fewer ranks on a host, or raise the limit (--memory.host-limit-gib if you know better)"
         )
@@ -210,7 +180,7 @@ def check_host(
 
 def visible_devices(ranks: list[int]) -> dict[str, str]:
     """Environment that lets a subprocess see only the GPUs of these local ranks, whole and at normal priority: what
-    holds the trainer back (sched.share_gpu) is not for its engine. Empty on a CPU."""
+    holds the trainer back (mps.share_gpu) is not for its engine. Empty on a CPU."""
     if not torch.cuda.is_available():
         return {}
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
@@ -367,11 +337,6 @@ class Stream:
             torch.cuda.current_stream().wait_stream(self._cuda)
 
 
-def stream() -> Stream:
-    """A new stream on the device."""
-    return Stream()
-
-
 class SmLimit:
     """`with limit:` computes on `sms` of the GPU's SMs only (a green context), in order with what comes before and
     after; nothing changes on a CPU.
@@ -444,6 +409,28 @@ class MemoryConfig:
                 raise ValueError(f"--memory.{name.replace('_', '-')} {value}: expected 0 or more")
         if self.activations == "offload" and not self.offload_gib:
             raise ValueError("--memory.offload-gib 0: expected room for the activations that are offloaded")
+
+    def check_given(self, given: set[str], overlap: str, reference: bool) -> None:
+        """Raise ValueError for a field that somebody gave and that cannot take effect beside the others.
+
+        given: fields as the command line names them (memory.keep-tokens); what is not among them, a default or the
+        planner's choice, may well have no effect. reference: there is one (--algo.kl-coef)."""
+        activations, keeps = f"--memory.activations {self.activations}", self.activations == "keep"
+        other, fix = ("--overlap none", "--overlap prefix") if keeps else (activations, "--memory.activations keep")
+        why = f"or {fix} beside it: with {other} no actor prefix is kept beside decode"
+        rules = (  # field, whether it asks for something, whether it gets it, what was expected
+            ("keep-tokens", self.keep_tokens, keeps and overlap == "prefix", f"0, {why}"),
+            ("recompute-vision", self.recompute_vision, keeps and overlap == "prefix", f"off, {why}"),
+            ("recompute-vision", self.recompute_vision, not self.recompute_layers,
+             "off with --memory.recompute-layers, which computes the vision tower's blocks again as well"),
+            ("offload-gib", self.offload_gib, self.activations == "offload",
+             f"--memory.activations offload beside it: with {activations} nothing is offloaded"),
+            ("reference-paging", not self.reference_paging, reference,
+             "on with --algo.kl-coef 0: there is no reference to stay on the device"),
+        )  # fmt: skip
+        for field, asks, gets, expected in rules:
+            if f"memory.{field}" in given and asks and not gets:
+                raise ValueError(f"--memory.{field}: expected {expected}")
 
 
 # ---- contract --------------------------------------------------------------------------------------------------------
@@ -549,7 +536,7 @@ def check_contract(barrier: str, held: dict[str, int], policy: MemoryConfig, ahe
         loaded_ahead = row.tag == "optimizer_state" and barrier == "3" and nbytes <= ahead_bytes
         if nbytes and barrier not in allowed_barriers(row, policy) and not loaded_ahead:
             wrong.append(
-                f"{row.tag} ({row.object}, {_size(nbytes)}) is still in device memory; produced: {row.produced}; "
+                f"{row.tag} ({row.object}, {readable(nbytes)}) is still in device memory; produced: {row.produced}; "
                 f"last use: {row.consumed}; to be released by {row.releases}"
             )
         if not nbytes and barrier in row.required:
@@ -562,7 +549,8 @@ class ContractError(RuntimeError):
     """An object was in device memory outside its lifetime, or missing inside it."""
 
 
-def _size(nbytes: int) -> str:
+def readable(nbytes: int) -> str:
+    """1.50 GiB, 12.25 MiB or 3.00 KiB."""
     unit, name = (2**30, "GiB") if nbytes >= 2**28 else (2**20, "MiB") if nbytes >= 2**18 else (2**10, "KiB")
     return f"{nbytes / unit:.2f} {name}"
 
@@ -593,10 +581,11 @@ class Ledger:
         """Count `nbytes` more (or fewer) under `tag`. Raises MemoryError, and counts nothing, above the limit."""
         with self._lock:
             if nbytes > 0 and self.limit_bytes is not None and self._total + nbytes > self.limit_bytes:
-                held = ", ".join(f"{t} {_size(n)}" for t, n in sorted(self.bytes.items(), key=lambda e: -e[1])[:4] if n)
+                largest = sorted(self.bytes.items(), key=lambda entry: -entry[1])[:4]
+                held = ", ".join(f"{name} {readable(n)}" for name, n in largest if n)
                 raise MemoryError(
-                    f"phase {self.phase}: {tag} needs {_size(nbytes)} where {_size(self._total)} of "
-                    f"{_size(self.limit_bytes)} are in use ({held}): see python plan.py --help for what would fit"
+                    f"phase {self.phase}: {tag} needs {readable(nbytes)} where {readable(self._total)} of "
+                    f"{readable(self.limit_bytes)} are in use ({held}): see python plan.py --help for what would fit"
                 )
             self.bytes[tag] = self.bytes.get(tag, 0) + nbytes
             self._total += nbytes
@@ -669,7 +658,7 @@ class SavedTensors:
 
     def __init__(self, ledger: Ledger, arena: "Arena", pool: "HostPool | None" = None):
         self._ledger, self._arena, self._pool = ledger, arena, pool
-        self._stream = stream() if pool is not None else None  # copies go out beside the prefix that produces them
+        self._stream = Stream() if pool is not None else None  # copies go out beside the prefix that produces them
 
     @contextmanager
     def counted(self, tag: str) -> Iterator[None]:
@@ -773,314 +762,6 @@ def host_bytes() -> int:
     return (resident - shared) * mmap.PAGESIZE
 
 
-# ---- arena -----------------------------------------------------------------------------------------------------------
-
-
-class Arena:
-    """Named regions of device memory with constant addresses, some of them shared with another process.
-
-    `sizes` maps a region's name to its bytes. Every region starts released. Keep the arena until every process that
-    attached has stopped: closing it here does not take the pages from them, but nothing else will ever write them
-    again. Every mapped region counts in `ledger`, under its own name or the tag that `tags` gives it."""
-
-    def __init__(self, sizes: dict[str, int], ledger: Ledger | None = None, tags: dict[str, str] | None = None):
-        self._ledger, self._tags = ledger or Ledger(), tags or {}
-        kind = _DeviceRegion if torch.cuda.is_available() else _HostRegion
-        for name, nbytes in sizes.items():
-            if nbytes <= 0:
-                raise ValueError(f"arena region {name!r} needs a positive size, got {nbytes} bytes")
-        self._regions = {name: kind(name, nbytes) for name, nbytes in sizes.items()}
-        self._resident: set[str] = set()
-
-    def handle(self, name: str) -> str:
-        """What another process of the same user passes to attach() to map the same physical bytes."""
-        return self._regions[name].handle()
-
-    def acquire(self, name: str) -> torch.Tensor:
-        """Make the region usable and return its bytes, uint8 [nbytes]. A CPU's fresh pages read as zero, a GPU's as
-        anything."""
-        if name not in self._resident:
-            self._ledger.add(self._tags.get(name, name), self.nbytes(name))
-            self._regions[name].map()
-            self._resident.add(name)
-        return self._regions[name].bytes
-
-    def mapped(self, name: str) -> bool:
-        """Whether the region is acquired and not released."""
-        return name in self._resident
-
-    def contains(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in one of the regions."""
-        address = tensor.untyped_storage().data_ptr()
-        return any(r.bytes.data_ptr() <= address < r.bytes.data_ptr() + r.bytes.numel() for r in self._regions.values())
-
-    def release(self, name: str) -> None:
-        """Give the region's pages back. Its tensors stay valid objects at the same address; their contents are gone.
-
-        The caller has synchronised: nothing queued on the device may still touch the region.
-        """
-        if name in self._resident:
-            self._regions[name].unmap()
-            self._resident.discard(name)
-            self._ledger.add(self._tags.get(name, name), -self.nbytes(name))
-
-    def nbytes(self, name: str) -> int:
-        """Size of a region, resident or not."""
-        return self._regions[name].bytes.numel()
-
-    def resident_bytes(self, name: str | None = None) -> int:
-        """Bytes of physical memory that back one region, or all of them: the kernel's count on a CPU, what is mapped on
-        a GPU."""
-        regions = self._regions.values() if name is None else [self._regions[name]]
-        return sum(region.resident_bytes() for region in regions)
-
-    def check(self) -> None:
-        """Raise RuntimeError if a released region has pages: somebody wrote through a tensor after its last use."""
-        for name, region in self._regions.items():
-            if name not in self._resident and region.resident_bytes():
-                raise RuntimeError(
-                    f"arena region {name!r} is released but {region.resident_bytes()} bytes of it are resident: "
-                    "a tensor in it was written after release()"
-                )
-
-
-class _HostRegion:
-    """A memfd: MAP_SHARED pages at one address, given back by punching a hole in the file."""
-
-    def __init__(self, name: str, nbytes: int):
-        self._fd = os.memfd_create(f"rollplex-{name}", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, nbytes)
-        self._pages = mmap.mmap(self._fd, nbytes)
-        self.bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
-
-    def handle(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._fd}"
-
-    def map(self) -> None:
-        pass  # the kernel supplies pages at the first touch
-
-    def unmap(self) -> None:
-        self._pages.madvise(mmap.MADV_REMOVE)  # also gone for whoever attached
-
-    def resident_bytes(self) -> int:
-        return os.fstat(self._fd).st_blocks * 512
-
-
-class _DeviceRegion:
-    """A reserved range of GPU addresses; map() puts fresh physical memory behind it (CUDA driver API, virtual
-    memory)."""
-
-    def __init__(self, name: str, nbytes: int):
-        self._name, self._size, self._memory, self._server = name, _granules(nbytes), None, None
-        self._address = _driver("cuMemAddressReserve", self._size, 0, 0, 0)
-        self.map()  # torch looks the address up once, so it has to be mapped while the tensor is made
-        self.bytes = _tensor_at(int(self._address), nbytes)
-        self.unmap()
-
-    def map(self) -> None:
-        empty_cache(self._size + 2**28)  # the driver does not know what PyTorch's allocator could give back
-        self._memory = _driver("cuMemCreate", self._size, _allocation(), 0)
-        _map(self._address, self._size, self._memory)
-
-    def unmap(self) -> None:
-        torch.cuda.synchronize()  # sync point: nothing may use the range any more
-        _driver("cuMemUnmap", self._address, self._size)
-        _driver("cuMemRelease", self._memory)
-        self._memory = None
-
-    def resident_bytes(self) -> int:
-        return self._size if self._memory is not None else 0
-
-    def handle(self) -> str:
-        """Serve the memory's file descriptor to whoever connects: a descriptor's number means nothing in another
-        process."""
-        if self._server is None:
-            kinds = _cuda().CUmemAllocationHandleType
-            posix = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-            fd = int(_driver("cuMemExportToShareableHandle", self._memory, posix, 0))
-            self._server = socket.socket(socket.AF_UNIX)
-            self._server.bind(f"\0rollplex-{os.getpid()}-{secrets.token_hex(8)}")  # abstract: no file to leave behind
-            self._server.listen()
-            threading.Thread(target=self._serve, args=(fd,), daemon=True).start()
-        return "cuda:" + self._server.getsockname()[1:].decode()
-
-    def _serve(self, fd: int) -> None:
-        while True:
-            connection, _ = self._server.accept()
-            with connection:
-                socket.send_fds(connection, [self._name.encode()], [fd])
-
-
-def attach(handle: str, nbytes: int) -> torch.Tensor:
-    """Map another process's region: uint8 [nbytes], the same physical bytes. Raises ValueError if the owner is gone."""
-    try:
-        return (_attach_device if handle.startswith("cuda:") else _attach_host)(handle, nbytes)
-    except OSError as error:
-        raise ValueError(
-            f"cannot attach to arena handle {handle!r}: {error}; its owner must outlive every attach"
-        ) from error
-
-
-def _attach_host(handle: str, nbytes: int) -> torch.Tensor:
-    fd = os.open(handle, os.O_RDWR)
-    try:
-        if (size := os.fstat(fd).st_size) != nbytes:
-            raise ValueError(
-                f"arena handle {handle!r} has {size} bytes, expected {nbytes}: the layouts of the two sides differ"
-            )
-        return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)  # the tensor keeps the mapping alive
-    finally:
-        os.close(fd)
-
-
-def _attach_device(handle: str, nbytes: int) -> torch.Tensor:
-    torch.cuda.current_stream()  # the context must exist
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect("\0" + handle.removeprefix("cuda:"))
-        _, fds, _, _ = socket.recv_fds(connection, 256, 1)
-    posix = _cuda().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    size = _granules(nbytes)
-    memory = _driver("cuMemImportFromShareableHandle", fds[0], posix)
-    os.close(fds[0])
-    address = _driver("cuMemAddressReserve", size, 0, 0, 0)
-    _map(address, size, memory)
-    return _tensor_at(int(address), nbytes)  # mapped until the process ends
-
-
-# -- CUDA virtual memory, through cuda-python's driver bindings
-
-
-def _cuda():
-    from cuda.bindings import driver
-
-    return driver
-
-
-def _driver(function: str, *arguments):
-    """Call a driver function; return its one result, or None. Raises RuntimeError naming the function."""
-    status, *results = getattr(_cuda(), function)(*arguments)
-    if int(status):
-        raise RuntimeError(f"{function} failed: {status}")
-    return results[0] if results else None
-
-
-def _allocation():
-    cuda = _cuda()
-    prop = cuda.CUmemAllocationProp()
-    prop.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    prop.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    prop.location.id = torch.cuda.current_device()
-    prop.requestedHandleTypes = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    return prop
-
-
-def _granules(nbytes: int) -> int:
-    torch.zeros(1, device="cuda")  # the driver calls below need torch's context to be current
-    recommended = _cuda().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-    return align(nbytes, int(_driver("cuMemGetAllocationGranularity", _allocation(), recommended)))
-
-
-def _map(address, size: int, memory) -> None:
-    cuda = _cuda()
-    _driver("cuMemMap", address, size, 0, memory, 0)
-    access = cuda.CUmemAccessDesc()
-    access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    access.location.id = torch.cuda.current_device()
-    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    _driver("cuMemSetAccess", address, size, [access], 1)
-
-
-def _tensor_at(address: int, nbytes: int) -> torch.Tensor:
-    place = SimpleNamespace(
-        __cuda_array_interface__=dict(shape=(nbytes,), typestr="|u1", data=(address, False), version=3)
-    )
-    return torch.as_tensor(place, device="cuda")
-
-
-# ---- host pool -------------------------------------------------------------------------------------------------------
-
-
-class HostPool:
-    """One preallocated block of host memory (pinned on a GPU machine) that hands out tensors and never grows.
-
-    alloc() is for what stays as long as the pool; borrow() is for what comes and goes, out of the last `lend_bytes`.
-    `block` (uint8) is used in place of host memory: on the device, what the pool would have kept off it.
-    """
-
-    def __init__(self, nbytes: int, lend_bytes: int = 0, block: torch.Tensor | None = None):
-        self._end = align(nbytes) if block is None else block.numel()  # of what is not lent
-        if block is None:
-            size = self._end + lend_bytes
-            block = _pinned(size) if torch.cuda.is_available() else torch.empty(size, dtype=torch.uint8)
-        self._block, self._used_bytes = block, 0
-        self._free = [(self._end, lend_bytes)] if lend_bytes else []  # (start, bytes), by start, never adjacent
-        self.lent_bytes = self.lent_peak_bytes = 0
-        self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        return self._block.numel()
-
-    def alloc(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor inside the pool. Raises MemoryError naming `name` if the pool is too small."""
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        start = align(self._used_bytes)
-        if start + nbytes > self._end:
-            raise MemoryError(f"host pool: {name} needs {nbytes} bytes, {self._end - start} of {self._end} are left")
-        self._used_bytes = start + nbytes
-        return self._block[start : start + nbytes].view(dtype).view(shape)
-
-    def borrow(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[tuple[int, int], torch.Tensor]:
-        """A block and an uninitialised tensor in it, until give_back(block). Raises MemoryError when all is lent."""
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        size = align(nbytes)
-        with self._lock:
-            i = next((i for i, (_, free) in enumerate(self._free) if free >= size), None)
-            if i is None:
-                lent = f"{_size(self.lent_bytes)} of {_size(self.nbytes - self._end)} are lent"
-                fix = "raise --memory.offload-gib, or use --memory.activations recompute"
-                raise MemoryError(f"host pool: {name} needs {_size(size)}, {lent}: {fix}")
-            start, free = self._free.pop(i)
-            if free > size:
-                self._free.insert(i, (start + size, free - size))
-            self.lent_bytes += size
-            self.lent_peak_bytes = max(self.lent_peak_bytes, self.lent_bytes)
-        return (start, size), self._block[start : start + nbytes].view(dtype).view(shape)
-
-    def give_back(self, block: tuple[int, int]) -> None:
-        """Return a borrowed block; its tensor must not be used any more."""
-        with self._lock:
-            self.lent_bytes -= block[1]
-            i = bisect(self._free, block)
-            if i < len(self._free) and block[0] + block[1] == self._free[i][0]:
-                block = block[0], block[1] + self._free.pop(i)[1]
-            if i and sum(self._free[i - 1]) == block[0]:
-                i, block = i - 1, (self._free[i - 1][0], self._free[i - 1][1] + block[1])
-                self._free[i] = block
-            else:
-                self._free.insert(i, block)
-
-
-def _pinned(nbytes: int) -> torch.Tensor:
-    """Page-locked host memory. Touched by several threads first: the host grows as it is touched, which is slow in
-    one."""
-    block = torch.empty(align(nbytes, mmap.PAGESIZE), dtype=torch.uint8)
-    parts = block.numpy().reshape(-1)[:: mmap.PAGESIZE]
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda part: part.fill(0), np.array_split(parts, 64)))
-    if status := int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)):
-        raise MemoryError(
-            f"cannot pin {nbytes / 2**30:.1f} GiB of host memory (cudaHostRegister: {status}); "
-            "the optimizer's state and the reference have to fit there"
-        )
-    return block
-
-
-def align(nbytes: int, to: int = ALIGN_BYTES) -> int:
-    """`nbytes` rounded up to a multiple of `to`."""
-    return -(-nbytes // to) * to
-
-
 if __name__ == "__main__":
     import sys
 
@@ -1089,25 +770,9 @@ if __name__ == "__main__":
 
         sys.exit(plan.main())
 
-    if len(sys.argv) == 3:  # the second process of the demonstration
-        attach(sys.argv[1], int(sys.argv[2]))[:4] = 7
-        sys.exit()
-    size = 256 << 20
-    arena = Arena({"snapshot": size})
-    shared = arena.acquire("snapshot")
-    address = shared.data_ptr()
-    shared.fill_(1)
-    subprocess.run([sys.executable, __file__, arena.handle("snapshot"), str(size)], check=True)
-    print(f"written by another process: {shared[:6].tolist()}, resident {arena.resident_bytes() >> 20} MiB")
-    start = time.perf_counter()
-    arena.release("snapshot")
-    release_ms = (time.perf_counter() - start) * 1e3
-    arena.acquire("snapshot")
-    print(f"released {size >> 20} MiB in {release_ms:.1f} ms, resident {arena.resident_bytes()} bytes")
-    print(f"acquired again at the same address: {shared.data_ptr() == address}, reads {shared[:4].tolist()}")
     ledger = Ledger(None)
     for tag in ("snapshot", "gradient", "actor_boundary", "prefix_activations"):
-        ledger.set(tag, size)
+        ledger.set(tag, 256 << 20)
     log = MemoryLog(Path(os.devnull), {}, ledger.sample, MemoryConfig.sample_ms)
     start = time.perf_counter()
     for _ in range(1000):

@@ -55,6 +55,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from transformers import Qwen2_5_VLConfig
 
 import memory
+from arena import Arena, align
 from configs import forbidden_ids
 from layers import Again, Packed, gated_mlp, rotate
 from rollout import FORBIDDEN_BIAS
@@ -498,7 +499,7 @@ class QwenVL(torch.nn.Module):
         self.lm = _language_model(config, dtype, qkv)
         self.tied = config.tie_word_embeddings
         rows = (
-            memory.align(config.text_config.vocab_size, VOCAB_MULTIPLE)
+            align(config.text_config.vocab_size, VOCAB_MULTIPLE)
             // parallel_state.get_tensor_model_parallel_world_size()
         )
         first = rows * parallel_state.get_tensor_model_parallel_rank()
@@ -657,7 +658,7 @@ def _language_model(config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str) -> G
     return GPTModel(
         megatron,
         spec,
-        vocab_size=memory.align(text.vocab_size, VOCAB_MULTIPLE),
+        vocab_size=align(text.vocab_size, VOCAB_MULTIPLE),
         max_sequence_length=text.max_position_embeddings,
         position_embedding_type="mrope",
         rotary_base=text.rope_parameters["rope_theta"],
@@ -683,7 +684,7 @@ def _main() -> None:
     config, n, s = configs.load_config("tiny"), 8, 32
     dtype = torch.bfloat16 if memory.device().type == "cuda" else torch.float32
     plan = weights.layout(config, dist.get_world_size(), 1, "split", dtype)
-    arena = memory.Arena({"snapshot": plan.nbytes})
+    arena = Arena({"snapshot": plan.nbytes})
     snapshot = weights.Snapshot(plan, dist.get_rank(), arena.acquire("snapshot"), None, dist.group.WORLD)
     weights.init_random(snapshot, 0, config)
     model = QwenVL(config, dtype, "split")

@@ -56,6 +56,7 @@ import tyro
 from torch import Tensor
 
 import memory
+from arena import HostPool
 
 _SLOTS = 3  # one chunk loading, one updating, one returning
 _ROWS = 3  # FP32 rows of a slot: master, exp_avg, exp_avg_sq
@@ -179,7 +180,7 @@ class StreamedAdamW:
 
     segments:  one a tensor, in offset order, together covering [0, total)
     grad_flat: [total] FP32, in the same order; sum_gradients adds to it, and an update uses it up
-    pool:      a memory.HostPool with 12 bytes a parameter to spare
+    pool:      a HostPool with 12 bytes a parameter to spare
     workspace: uint8 or FP32, at least workspace_bytes(config), mapped whenever a method runs; None allocates it
     unchunked: load, update and return everything as one chunk, which needs workspace_bytes(config, parameters)
 
@@ -191,7 +192,7 @@ class StreamedAdamW:
         self,
         segments: list[Segment],
         grad_flat: Tensor,
-        pool: memory.HostPool,
+        pool: HostPool,
         config: OptimizerConfig,
         workspace: Tensor | None = None,
         unchunked: bool = False,
@@ -222,7 +223,7 @@ class StreamedAdamW:
         self._decay_runs = _runs(segments, lambda s: s.decay)
         self._counted_runs = _runs(segments, lambda s: s.counted)
         self._partial_runs = _runs(segments, lambda s: s.partial)
-        self._load, self._update, self._offload = memory.stream(), memory.stream(), memory.stream()
+        self._load, self._update, self._offload = memory.Stream(), memory.Stream(), memory.Stream()
 
     @torch.no_grad()
     def init_master(self) -> None:
@@ -537,7 +538,7 @@ def _main(demo: _Demo) -> None:
     cuts = [total * i // 64 for i in range(65)]
     segments = [Segment(f"tensor {a}", b - a, a, dest[a:b]) for a, b in pairwise(cuts)]
     grad = torch.randn(total, device=device)
-    optimizer = StreamedAdamW(segments, grad, memory.HostPool(12 * total + 4096), demo.config)
+    optimizer = StreamedAdamW(segments, grad, HostPool(12 * total + 4096), demo.config)
     optimizer.init_master()
     room, infos = torch.empty(optimizer.ahead_bytes, dtype=torch.uint8, device=device), []
     for i in range(1 + demo.steps):

@@ -36,9 +36,9 @@ import torch
 import tyro
 
 import configs
-import memory
 import optimizer
 import weights
+from arena import align
 from memory import MemoryConfig
 
 GIB = 2**30
@@ -229,7 +229,7 @@ Dims = namedtuple("Dims", "hidden query kv inner heads head layers vocab")
 def _dims(hf_config, tp: int) -> Dims:
     text = hf_config.text_config
     head, heads = text.hidden_size // text.num_attention_heads, text.num_attention_heads // tp
-    vocab = memory.align(text.vocab_size, weights.VOCAB_MULTIPLE) // tp
+    vocab = align(text.vocab_size, weights.VOCAB_MULTIPLE) // tp
     kv, inner = text.num_key_value_heads * head // tp, text.intermediate_size // tp
     return Dims(text.hidden_size, heads * head, kv, inner, heads, head, text.num_hidden_layers, vocab)
 
@@ -242,7 +242,7 @@ def layer_bytes(d: Dims, w: Workload) -> int:
     """
     b = w.itemsize
     attention = b * (2 * d.query + 2 * d.kv) + 4 * d.heads
-    return 2 * (_norm_bytes(d.hidden, w) + b * d.hidden) + attention + b * 2 * memory.align(d.inner, FILLED)
+    return 2 * (_norm_bytes(d.hidden, w) + b * d.hidden) + attention + b * 2 * align(d.inner, FILLED)
 
 
 def _rotary_bytes(d: Dims) -> int:
@@ -267,7 +267,7 @@ def block_bytes(hf_config, w: Workload) -> int:
     v, b = hf_config.vision_config, w.itemsize
     # Rotated queries and keys beside the values, attention output (on a CPU gathered from the windows into a second).
     attention = b * v.hidden_size * (4 if w.device == "cuda" else 5) + 4 * v.num_heads
-    inner = memory.align(v.intermediate_size, FILLED)
+    inner = align(v.intermediate_size, FILLED)
     return 2 * (_norm_bytes(v.hidden_size, w) + b * v.hidden_size) + attention + 2 * b * inner
 
 
@@ -411,7 +411,7 @@ def _engine_step(hf_config, w: Workload, rollout_tp: int) -> int:
 def kv_bytes(hf_config, w: Workload, rollout_tp: int, responses: int) -> int:
     """KV cache that `responses` need at full length, those of one group sharing its prompt; in whole MiB."""
     tokens = math.ceil(responses / w.n) * w.prompt_tokens + responses * w.response_tokens
-    return memory.align(tokens * kv_token_bytes(hf_config, w, rollout_tp), 2**20)
+    return align(tokens * kv_token_bytes(hf_config, w, rollout_tp), 2**20)
 
 
 # ---- objects, and when they live -------------------------------------------------------------------------------------
@@ -882,12 +882,12 @@ def _candidates(hf_config, world: int, workload: Workload, policy: MemoryConfig,
             for micro_tokens in (tokens[::-1] if one == "some" else tokens)  # smaller passes leave room for more
         ):
             own = dict(kv_cache_gib=0.0, chunk_mib=64.0)
-            own["max_num_batched_tokens"] = max(4096, memory.align(workload.prompt_tokens + seqs))  # beside decode
+            own["max_num_batched_tokens"] = max(4096, align(workload.prompt_tokens + seqs))  # beside decode
             own |= {name: given[name] for name in own if name in given}
             step = replace(workload, micro_tokens=micro_tokens, max_num_seqs=seqs, **own)
             keep, tower = given.get("keep_tokens", 0), given.get("recompute_vision", policy.recompute_vision)
             if kind == "some":  # at least a micro-batch, in whole prompts; _settings() finds out how many
-                keep = memory.align(max(micro_tokens, step.prompt_tokens), step.prompt_tokens)
+                keep = align(max(micro_tokens, step.prompt_tokens), step.prompt_tokens)
                 tower = given.get("recompute_vision", not layers)  # takes less room
                 if step.overlap == "none" or keep >= groups * step.prompt_tokens:
                     continue  # the same as all

@@ -82,6 +82,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import memory  # noqa: E402
 import weights  # noqa: E402
+from arena import Arena, align, attach  # noqa: E402
 
 FORBIDDEN_BIAS = -100.0  # the trainer adds the same, so that both compute the same function
 HEARTBEAT_S = 2.0  # a generating engine reports at least this often, so that silence means trouble
@@ -143,7 +144,7 @@ class Binding:
     """What an engine maps instead of loading weights: the arguments of weights.layout(), and where the bytes are."""
 
     model_dir: str  # configuration, tokenizer and processor; weights in it are not read
-    handles: tuple[str, ...]  # memory.Arena.handle of the snapshot of rollout rank 0, 1, …
+    handles: tuple[str, ...]  # Arena.handle of the snapshot of rollout rank 0, 1, …
     nbytes: int  # of one rank's snapshot
     train_tp: int
     qkv: str  # fused or split
@@ -1015,7 +1016,7 @@ def _register_loader() -> None:
 
         def load_weights(self, model, model_config) -> None:
             binding = self.load_config.model_loader_extra_config
-            snapshot = memory.attach(binding["handles"][get_tensor_model_parallel_rank()], binding["nbytes"])
+            snapshot = attach(binding["handles"][get_tensor_model_parallel_rank()], binding["nbytes"])
             weights.bind_engine(model, snapshot, _layout(binding))
             model.rollplex_snapshot = snapshot
             memory.empty_cache()
@@ -1030,11 +1031,11 @@ def _place_kv_in_arena() -> None:
         tensors = kv_cache_config.kv_cache_tensors
         if any(tensor.block_stride > 0 for tensor in tensors):
             raise NotImplementedError("a KV cache whose layers are interleaved in one allocation")
-        runner.rollplex_kv = memory.Arena({"kv": sum(memory.align(tensor.size) for tensor in tensors)})
+        runner.rollplex_kv = Arena({"kv": sum(align(tensor.size) for tensor in tensors)})
         region, offset, named = runner.rollplex_kv.acquire("kv").zero_().view(torch.int8), 0, {}
         for tensor in tensors:
             named |= dict.fromkeys(tensor.shared_by, region[offset : offset + tensor.size])
-            offset += memory.align(tensor.size)
+            offset += align(tensor.size)
         return named
 
     GPUModelRunner._allocate_kv_cache_tensors = allocate
@@ -1135,7 +1136,7 @@ class EngineExtension:
         """Give back the pages of the KV cache, and what the allocator keeps for later; addresses stay, also those in
         captured graphs."""
 
-        def release(arena: memory.Arena) -> None:
+        def release(arena: Arena) -> None:
             arena.release("kv")
             memory.empty_cache()
 
@@ -1145,7 +1146,7 @@ class EngineExtension:
         """Put pages behind the KV cache again. Their contents mean nothing: the prefix cache was dropped at release."""
         return self._rollplex_kv(lambda arena: arena.acquire("kv"))
 
-    def _rollplex_kv(self, change: Callable[[memory.Arena], Any]) -> dict[str, int]:
+    def _rollplex_kv(self, change: Callable[[Arena], Any]) -> dict[str, int]:
         arena = self.model_runner.rollplex_kv
         before, others = arena.resident_bytes("kv"), {"other_before": memory.allocator_bytes()}
         change(arena)
@@ -1196,7 +1197,7 @@ def _demo(args: _Demo) -> None:
         directory = configs.make_model_dir("tiny", root)
         config = configs.load_config(str(directory))
         plan = weights.layout(config, 1, 1, "split", torch.float32)
-        arena = memory.Arena({"snapshot": plan.nbytes})
+        arena = Arena({"snapshot": plan.nbytes})
         snapshot = weights.Snapshot(plan, 0, arena.acquire("snapshot"), None)
         weights.init_random(snapshot, 0, config)
         binding = Binding(str(directory), (arena.handle("snapshot"),), plan.nbytes, 1, "split", "float32")

@@ -16,20 +16,13 @@ serial order is min(T_P − Δ, T_D) (Rollplex, Equation 1).
 
 Run:
     python sched.py --decode-s 133.7 --prefix-s 60 --slowdown-s 1.2     # what overlap can save; needs no hardware
-    echo ps | CUDA_MPS_PIPE_DIRECTORY=/tmp/rollplex-mps-… nvidia-cuda-mps-control     # GPU: who shares, during a run
-Left out on purpose: complete-group overlap, disaggregated placement, MPS's static SM partitions.
+Left out on purpose: complete-group overlap, disaggregated placement.
 To change when things run, edit Schedule.iterate; to change which SMs prefixes get, edit choose_sms; to change what is
 computed, edit model.py or the loss in train.py.
 """
 
-import hashlib
-import inspect
 import json
-import os
-import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 import memory
+from arena import Arena
 
 # N responses a prompt, S response tokens padded to the group's longest.
 
@@ -208,7 +202,7 @@ class PagedReference:
     Without `paging` they arrive at the first use and stay.
     """
 
-    def __init__(self, model, arena: memory.Arena, weights: torch.Tensor, paging: bool = True):
+    def __init__(self, model, arena: Arena, weights: torch.Tensor, paging: bool = True):
         self.model, self._arena, self._weights, self._paging = model, arena, weights, paging
 
     def __enter__(self):
@@ -232,7 +226,7 @@ class Schedule:
     engine: object | None  # rollout.EngineClient; None on ranks that start none
     optimizer: object  # optimizer.StreamedAdamW
     snapshot: object  # weights.Snapshot
-    arena: memory.Arena
+    arena: Arena
     timeline: Timeline
     control: dist.ProcessGroup  # gloo, the ranks of this data-parallel replica
     tp_group: dist.ProcessGroup
@@ -328,9 +322,8 @@ class Schedule:
     def note_engine(self, mine: dict[int, dict]) -> dict:
         """Share the reports of this rank's engine, {rank in the replica: report}, and note what the engine's process on
         this device holds besides its KV cache; returns that process's report. Collective over the replica."""
-        pieces: list = [None] * dist.get_world_size(self.control)
-        dist.all_gather_object(pieces, mine, group=self.control)
-        own = {rank: report for piece in pieces for rank, report in piece.items()}[dist.get_rank(self.control)]
+        reports = {rank: report for piece in self._gather(mine) for rank, report in piece.items()}
+        own = reports[dist.get_rank(self.control)]
         self.ledger.set("engine_other", own["other_bytes"])
         self.engine_step_bytes = max(self.engine_step_bytes, own["other_before"] - own["other_bytes"])
         self.engine_host_bytes = own["host_bytes"]
@@ -354,7 +347,7 @@ class Schedule:
     def _overlapped_prefixes(self, batches: list[MicroBatch]) -> tuple[int | None, int, float]:
         """All prefixes, on the SMs that they may use; returns those, the prefixes' tokens, and seconds."""
         self._wait_for_prompts()
-        tokens = sum(len(sample.input_ids) for batch in batches for sample in batch.samples)
+        tokens = sum(batch.tokens for batch in batches)
         start_ns = time.monotonic_ns()
         if (sms := self.partition.next(tokens)) is not None:
             self.prefixes(batches, self.partition.limits[sms])
@@ -373,9 +366,7 @@ class Schedule:
         replica."""
         decode_s = self.rollout.seconds if self.engine is not None else 0.0
         steps = sum(work.steps for work in self.rollout.timeline) if self.engine is not None else 0
-        pieces: list = [None] * dist.get_world_size(self.control)
-        dist.all_gather_object(pieces, (decode_s, steps, prefix_s), group=self.control)
-        decode_s, steps, prefix_s = map(max, zip(*pieces, strict=True))
+        decode_s, steps, prefix_s = map(max, zip(*self._gather((decode_s, steps, prefix_s)), strict=True))
         self.partition.history.append(Measured(sms, decode_s, steps, prefix_s, tokens))
 
     def _reference_prefixes(self, batches: list[MicroBatch]) -> None:
@@ -414,7 +405,6 @@ class Schedule:
 
     def _collect(self, groups: list[Group], score: Callable[[list[Group]], None]) -> None:
         """Wait for this rank's engine, score its responses, share both with the replica's other ranks."""
-        answered = []
         with self.timeline.span("rollout wait"):
             for response in self.engine.wait() if self.engine is not None else []:
                 groups[int(response.request_id)].responses.append(response)
@@ -425,9 +415,7 @@ class Schedule:
             answered = [(i, group) for i, group in enumerate(groups) if group.responses]
             score([group for _, group in answered])
         with self.timeline.span("gather responses"):
-            pieces: list = [None] * dist.get_world_size(self.control)
-            mine = [(i, group.responses, group.rewards) for i, group in answered]
-            dist.all_gather_object(pieces, mine, group=self.control)
+            pieces = self._gather([(i, group.responses, group.rewards) for i, group in answered])
         for i, responses, rewards in (entry for piece in pieces for entry in piece):
             if any(response.prompt_ids != groups[i].sample.input_ids.tolist() for response in responses):
                 raise RuntimeError(f"prompt {i}: the engine expanded its media to other token ids than the trainer")
@@ -515,6 +503,12 @@ class Schedule:
         if self.log is not None:
             self.log.sample(mark)
 
+    def _gather(self, mine: object) -> list:
+        """Every rank's object, by rank. Collective over the replica."""
+        pieces: list = [None] * dist.get_world_size(self.control)
+        dist.all_gather_object(pieces, mine, group=self.control)
+        return pieces
+
     def _over_replicas(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=memory.device())
         dist.all_reduce(total, group=self.dp_group)
@@ -584,154 +578,6 @@ def choose_sms(history: list[Measured], candidates: tuple[int, ...], prefix_toke
         return max(decode_s + lost * prefix_s, prefix_s)
 
     return min(candidates, key=phase1_s)
-
-
-# ---- MPS -------------------------------------------------------------------------------------------------------------
-
-_CONTROL, _PIPE = "nvidia-cuda-mps-control", "CUDA_MPS_PIPE_DIRECTORY"
-
-
-def share_gpu(overlap: str, policy: str, prefix_percent: int = 0) -> "Mps | None":
-    """Prepare this process for running kernels beside its engine's: MPS, and what holds the trainer back (--sm-policy).
-
-    Every rank of a host calls it before its first CUDA call: CUDA reads the environment when it starts. Nothing to do
-    on a CPU. Raises ValueError if the policy cannot take effect here."""
-    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # from here on PyTorch may ask CUDA itself (train.py)
-    if not memory.gpu_host() and policy not in ("none", "default"):
-        raise ValueError(f"--sm-policy {policy}: expected default: this host shows no GPU that could be shared")
-    if not memory.gpu_host() or overlap == "none" or policy == "none":
-        return None
-    mps = Mps()
-    held_back = {
-        "thread-cap": {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(prefix_percent)},
-        "priority": {"CUDA_MPS_CLIENT_PRIORITY": "1"},  # below normal
-    }.get(policy, {})
-    if memory.cuda_started() and (mps.private or held_back):
-        raise RuntimeError(f"CUDA was started before --sm-policy {policy} could take effect: an import used it")
-    os.environ.update({_PIPE: mps.pipe} | held_back)
-    return mps
-
-
-class Mps:
-    """The MPS daemon that this process's CUDA work will go through: one that serves already, or the run's own.
-
-        LOCAL_RANK 0 ──── starts ──── nvidia-cuda-mps-control -d      pipe and log in /tmp/rollplex-mps-…
-          └── pipe ──── watcher: at end-of-file, quits the daemon, kills what stays, removes the directory
-        other ranks of the host: wait until it answers
-
-    The kernel closes the pipe however rank 0 ends, so the daemon ends with it. Raises ValueError if there is no daemon
-    `limit_s` seconds later; clients have `grace_s` seconds to end before the daemon."""
-
-    def __init__(self, limit_s: float = 30.0, grace_s: float = 20.0):
-        if shutil.which(_CONTROL) is None:
-            raise ValueError(
-                f"MPS: {_CONTROL} is not installed (it comes with NVIDIA's driver), so kernels of trainer and engine "
-                "cannot overlap: install it, or take time slices with --sm-policy none, or --overlap none"
-            )
-        self.pipe, self.private, self._end = os.environ.get(_PIPE, "/tmp/nvidia-mps"), False, None
-        if _serves(self.pipe):
-            return
-        root = _private_directory()
-        self.pipe, self.private = f"{root}/pipe", True
-        try:
-            if os.environ.get("LOCAL_RANK", "0") == "0":
-                self._start(root, grace_s)
-            deadline = time.monotonic() + limit_s
-            while not _serves(self.pipe):
-                if time.monotonic() > deadline:
-                    raise _failure(f"no daemon answers at {self.pipe} after {limit_s:.0f} s", root)
-                time.sleep(0.1)
-        except ValueError:
-            self.close()
-            raise
-
-    def _start(self, root: Path, grace_s: float) -> None:
-        try:
-            root.mkdir(mode=0o700)
-        except FileExistsError:
-            raise ValueError(f"MPS: {root} is left from a run whose watcher was killed too: remove it") from None
-        for name in ("pipe", "log"):
-            (root / name).mkdir()
-        read, self._end = os.pipe()  # closed on exec: only this process holds the end
-        command = [sys.executable, "-c", f"{inspect.getsource(_watch)}\n_watch({str(root)!r}, {grace_s})"]
-        # A session of its own: Ctrl-C and torchrun's signals are not for it. Nor may it hold the run's output open.
-        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-        self._watcher = subprocess.Popen(command, stdin=read, env=_environment(self.pipe), **quiet)
-        os.close(read)
-        with open(root / "log" / "start", "wb") as log:
-            where = {"CUDA_MPS_LOG_DIRECTORY": str(root / "log")}
-            quiet |= dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            started = subprocess.run([_CONTROL, "-d"], env=_environment(self.pipe) | where, check=False, **quiet)
-        if started.returncode:
-            raise _failure(f"{_CONTROL} -d ended with status {started.returncode}", root)
-
-    def close(self) -> None:
-        """Stop the daemon if this process started it, and wait. It waits for its clients: end their CUDA work first."""
-        if self._end is not None:
-            os.close(self._end)
-            self._end = None
-            self._watcher.wait()
-
-
-def _private_directory() -> Path:
-    """The same for all ranks that one torchrun starts on a host, and nobody else's; short, since it holds sockets."""
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
-    key = " ".join([str(os.getuid()), str(os.getppid()), *(os.environ.get(name, "") for name in names)])
-    return Path(f"/tmp/rollplex-mps-{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}")
-
-
-def _environment(pipe: str) -> dict[str, str]:
-    """Without CUDA_VISIBLE_DEVICES: a daemon that has it renumbers the GPUs that its clients see."""
-    return {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"} | {_PIPE: pipe}
-
-
-def _serves(pipe: str) -> bool:
-    """Whether a daemon answers at `pipe`."""
-    run = dict(input=b"get_server_list\n", capture_output=True, timeout=10, env=_environment(pipe))
-    try:
-        return subprocess.run([_CONTROL], check=False, **run).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
-
-
-def _failure(what: str, root: Path) -> ValueError:
-    said = " ".join(path.read_text().strip()[-500:] for path in sorted(root.glob("log/*")))
-    fix = f"start one before torchrun ({_CONTROL} -d), or use --sm-policy none"
-    return ValueError(f"MPS: {what}: {fix}. The daemon said: {said or 'nothing'}")
-
-
-def _watch(root: str, grace_s: float) -> None:
-    """The watcher: a process of its own, run from this source alone, since importing this file would take seconds."""
-    import contextlib
-    import os
-    import shutil
-    import signal
-    import subprocess
-    import sys
-    import time
-    from pathlib import Path
-
-    def left() -> list[int]:
-        """Processes of MPS whose environment names our pipe."""
-        pids = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it ended, or is somebody else's
-                ours = f"CUDA_MPS_PIPE_DIRECTORY={root}/pipe".encode() in (entry / "environ").read_bytes().split(b"\0")
-                if ours and (entry / "comm").read_text().startswith("nvidia-cuda-mps"):
-                    pids.append(int(entry.name))
-        return pids
-
-    sys.stdin.buffer.read()  # until the starter closes its end, or is gone
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        command = f"quit -t {int(grace_s)}\n".encode()
-        subprocess.run(["nvidia-cuda-mps-control"], input=command, timeout=grace_s + 2, check=False)
-    deadline = time.monotonic() + 2
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for pid in left():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(root, ignore_errors=True)
 
 
 # ---- the bound -------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import warnings
 warnings.filterwarnings("ignore", module=r"megatron\..*")
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 # Before torch is: imports ask whether there is a GPU, and CUDA, which would start for the answer, must not start before
-# sched.share_gpu has set what MPS reads. NVML answers without it.
+# mps.share_gpu has set what MPS reads. NVML answers without it.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import gc  # noqa: E402
@@ -54,11 +54,13 @@ import configs  # noqa: E402
 import data  # noqa: E402
 import memory  # noqa: E402
 import model as models  # noqa: E402
+import mps  # noqa: E402
 import optimizer as optim  # noqa: E402
 import plan  # noqa: E402
 import rollout  # noqa: E402
 import vision  # noqa: E402
 import weights  # noqa: E402
+from arena import ALIGN_BYTES, Arena, HostPool, align, check_mappable  # noqa: E402
 from data import DataConfig  # noqa: E402
 from memory import MemoryConfig  # noqa: E402
 from optimizer import OptimizerConfig  # noqa: E402
@@ -219,10 +221,13 @@ class Config:
         _require(not (self.resume and not self.run_dir), "run-dir", "''", "the run to --resume")
 
     def _validate_sharing(self) -> None:
-        """A policy that cannot take effect is refused; whether there is a GPU to share is for sched.share_gpu."""
+        """A policy that cannot take effect is refused; whether there is a GPU to share is for mps.share_gpu."""
         policy, sms, percent = self.sm_policy, self.prefix_sms, self.prefix_percent
         limits = policy not in ("none", "default")
         _require(self.overlap != "none" or not limits, "sm-policy", policy, "default: nothing overlaps decode")
+        limited = self.algo.kl_coef > 0 or self.memory.activations == "recompute"  # what saves nothing for a backward
+        expected = "default with --algo.kl-coef 0, or --memory.activations recompute: no other prefixes are limited"
+        _require(limited or policy not in ("green-context", "auto"), "sm-policy", policy, expected)
         instead = "green-context: static SM partitions (MPS of CUDA 13.1) are not available here"
         _require(policy != "affinity", "sm-policy", policy, instead)
         expected = "the prefixes' SMs with --sm-policy green-context, 0 with any other"
@@ -302,6 +307,7 @@ def configure(argv: list[str], world: int) -> tuple[Config, str]:
         except ValueError as error:
             text = f"no settings were found for {error}\n"
     config.validate(world)
+    config.memory.check_given(named_flags(argv), config.overlap, config.algo.kl_coef > 0)
     _check_model(config, hf_config, world)
     return config, text
 
@@ -458,7 +464,7 @@ class Ranks:
 def join(config: Config) -> Ranks:
     """Join torchrun's process group and build Megatron's parallel state. Collective over all ranks."""
     torch.set_num_threads(1)  # a fixed reduction order, and the engines want the other cores
-    sched.share_gpu(config.overlap, config.sm_policy, config.prefix_percent)  # before CUDA starts
+    mps.share_gpu(config.overlap, config.sm_policy, config.prefix_percent)  # before CUDA starts
     memory.select_device(int(os.environ["LOCAL_RANK"]))
     memory.answer_cuda_queries()
     if not dist.is_initialized():
@@ -503,7 +509,7 @@ class Trainer:
     def _allocate(self) -> None:
         config, policy, dtype = self.config, self.config.memory, self.config.torch_dtype
         unchunked = 0 if policy.chunked_optimizer else self.numel
-        state = 12 * self.numel + 4 * memory.ALIGN_BYTES
+        state = 12 * self.numel + 4 * ALIGN_BYTES
         sizes = {
             "snapshot": self.plan.nbytes,
             "gradient": 4 * self.numel,
@@ -521,11 +527,11 @@ class Trainer:
             sizes["engine_weights"] = self.plan.nbytes
         tags = {"fused_qkv": "snapshot"} | dict.fromkeys(("workspace", "ahead", "state"), "optimizer_state")
         lend = int(policy.offload_gib * 2**30) if policy.activations == "offload" else 0
-        on_host = memory.align(sizes.get("reference", 0)) + (state if policy.state_offload else 0)
+        on_host = align(sizes.get("reference", 0)) + (state if policy.state_offload else 0)
         needs = on_host + lend, sum(sizes.values()), plan.engine_host_bytes(config.rollout_tp)
         memory.check_host(*needs, int(policy.host_limit_gib * 2**30))
-        self.arena = memory.Arena(sizes, self.ledger, tags)
-        self.pool = memory.HostPool(on_host, lend)
+        self.arena = Arena(sizes, self.ledger, tags)
+        self.pool = HostPool(on_host, lend)
         fused = self.arena.acquire("fused_qkv") if config.qkv == "fused" else None
         copy = None if policy.weight_sharing else self.arena.acquire("engine_weights")
         snapshot, exchange = self.arena.acquire("snapshot"), self.ranks.exchange
@@ -577,7 +583,7 @@ class Trainer:
             parameter.register_post_accumulate_grad_hook(_accumulate_into(views[name]))
         workspace = self.arena.acquire("workspace")
         policy = config.memory
-        pool = self.pool if policy.state_offload else memory.HostPool(0, block=self.arena.acquire("state"))
+        pool = self.pool if policy.state_offload else HostPool(0, block=self.arena.acquire("state"))
         self.optimizer = optim.StreamedAdamW(
             segments, gradient, pool, config.optimizer, workspace, unchunked=not policy.chunked_optimizer
         )
@@ -1187,6 +1193,7 @@ def train(config: Config, text: str, ends: Ends) -> None:
     ranks = join(config)
     ends.connect(ranks)
     memory.check_device()  # each rank its own GPU: the first to fail says so
+    check_mappable()
     run_dir, model_dir = prepare_run(config, ranks)
     log = Log(config, run_dir, ranks)
     log.say(json.dumps(asdict(config)))

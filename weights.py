@@ -41,6 +41,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import memory
+from arena import align
 
 VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary to this; the trainer uses the same rows so that the shards coincide
 
@@ -65,7 +66,7 @@ def table(config, qkv: str = "fused") -> list[Logical]:
     text = config.text_config
     hidden, inner, head = text.hidden_size, text.intermediate_size, text.hidden_size // text.num_attention_heads
     query, kv = text.num_attention_heads * head, text.num_key_value_heads * head
-    vocab = memory.align(text.vocab_size, VOCAB_MULTIPLE)
+    vocab = align(text.vocab_size, VOCAB_MULTIPLE)
     rows: list[Logical] = []
 
     def add(hf: str, shape: tuple[int, ...], axis: int | None, vllm: str, train: str, case: int = 1) -> None:
@@ -180,7 +181,7 @@ def layout(config, train_tp: int, rollout_tp: int, qkv: str, dtype: torch.dtype)
     slots, offset, previous = [], 0, None
     for row in table(config, qkv):
         if row.vllm != previous:  # parts of one engine parameter stay contiguous
-            offset = memory.align(offset)
+            offset = align(offset)
         previous = row.vllm
         storage = row.shape if row.axis != 1 else row.shape[::-1]
         if row.axis is not None:
@@ -190,7 +191,7 @@ def layout(config, train_tp: int, rollout_tp: int, qkv: str, dtype: torch.dtype)
     text = config.text_config
     head = text.hidden_size // text.num_attention_heads
     return Layout(
-        tuple(slots), memory.align(offset), train_tp, rollout_tp, dtype, text.num_key_value_heads, head, text.vocab_size
+        tuple(slots), align(offset), train_tp, rollout_tp, dtype, text.num_key_value_heads, head, text.vocab_size
     )
 
 
@@ -208,7 +209,7 @@ def check_degrees(config, train_tp: int, rollout_tp: int, qkv: str) -> None:
         ("key/value heads", text.num_key_value_heads),
         ("attention heads", text.num_attention_heads),
         ("MLP columns", text.intermediate_size),
-        ("padded vocabulary rows", memory.align(text.vocab_size, VOCAB_MULTIPLE)),
+        ("padded vocabulary rows", align(text.vocab_size, VOCAB_MULTIPLE)),
     ):
         if size % train_tp:
             raise ValueError(
@@ -251,7 +252,7 @@ def shards(plan: Layout, tp_rank: int) -> list[Shard]:
             rows = sum(slot.storage[0] for slot in names) // plan.q
             storage = (rows, *first.storage[1:])
             out.append(Shard(first.logical.train, storage, False, False, 3, fused_offset))
-            fused_offset += memory.align(math.prod(storage) * plan.dtype.itemsize)
+            fused_offset += align(math.prod(storage) * plan.dtype.itemsize)
             continue
         slot, replicated = first, first.logical.axis is None
         storage = slot.storage if replicated else (slot.storage[0] // plan.q, *slot.storage[1:])
@@ -267,7 +268,7 @@ def shards(plan: Layout, tp_rank: int) -> list[Shard]:
 def fused_nbytes(plan: Layout) -> int:
     """Bytes of the Case-3 region: the trainer's own copy of what it stores in another order."""
     sizes = [shard.storage for shard in shards(plan, 0) if shard.case == 3]
-    return sum(memory.align(math.prod(storage) * plan.dtype.itemsize) for storage in sizes)
+    return sum(align(math.prod(storage) * plan.dtype.itemsize) for storage in sizes)
 
 
 def _by_train_parameter(plan: Layout) -> Iterator[list[Slot]]:

@@ -12,20 +12,21 @@ import torch.distributed as dist
 
 import memory
 import train
+from arena import Arena
 
 leaked: list = []  # what a broken step keeps
 allowed_barriers = memory.allowed_barriers
 
 
 @contextmanager
-def mapped(arena: memory.Arena, region: str):
+def mapped(arena: Arena, region: str):
     arena.acquire(region).zero_()
     yield
     arena.release(region)
 
 
 @contextmanager
-def unmapped(arena: memory.Arena, region: str):
+def unmapped(arena: Arena, region: str):
     contents = arena.acquire(region).clone()
     arena.release(region)
     yield

@@ -18,6 +18,7 @@ import memory
 import model as models
 import vision
 import weights
+from arena import Arena
 from data import Media, Sample, patchify
 
 TEMPERATURE = 0.7
@@ -74,7 +75,7 @@ def case(source: Path, kinds: list[str], qkv: str, dtype: torch.dtype, logprob_b
     rank, world = dist.get_rank(), dist.get_world_size()
     config = configs.load_config(str(source))
     plan = weights.layout(config, world, 1, qkv, dtype)
-    arena = memory.Arena({"snapshot": plan.nbytes} | ({"fused": weights.fused_nbytes(plan)} if qkv == "fused" else {}))
+    arena = Arena({"snapshot": plan.nbytes} | ({"fused": weights.fused_nbytes(plan)} if qkv == "fused" else {}))
     snapshot = weights.Snapshot(
         plan, rank, arena.acquire("snapshot"), arena.acquire("fused") if qkv == "fused" else None, dist.group.WORLD
     )

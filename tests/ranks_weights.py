@@ -10,8 +10,8 @@ import torch.distributed as dist
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 import configs
-import memory
 import weights
+from arena import Arena
 
 
 def engine_reference(hf: dict[str, torch.Tensor], config, rollout_tp: int, j: int) -> dict[str, torch.Tensor]:
@@ -61,7 +61,7 @@ def case(root: Path, source: Path, rollout_tp: int, qkv: str, dtype: torch.dtype
     for first in range(0, world, q):
         made = dist.new_group(range(first, first + q))
         group = made if first <= rank < first + q else group
-    arena = memory.Arena({"snapshot": plan.nbytes} | ({"fused": weights.fused_nbytes(plan)} if qkv == "fused" else {}))
+    arena = Arena({"snapshot": plan.nbytes} | ({"fused": weights.fused_nbytes(plan)} if qkv == "fused" else {}))
     fused = arena.acquire("fused") if qkv == "fused" else None
     snapshot = weights.Snapshot(plan, rank, arena.acquire("snapshot"), fused, group)
     weights.load_hf(snapshot, source)

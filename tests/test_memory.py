@@ -1,11 +1,6 @@
-"""memory.py: regions keep their address, give their pages back, and are one memory for two processes."""
+"""memory.py: the ledger counts what is held, the contract names what should be gone, hosts and GPUs are as they say."""
 
-import itertools
 import json
-import os
-import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,119 +9,10 @@ import torch
 from conftest import ROOT
 
 import memory
+from arena import Arena, HostPool
 
 MIB = 1 << 20
 CONTRACT_RANKS = Path(__file__).parent / "ranks_contract.py"
-
-
-def test_release_gives_pages_back_and_keeps_the_address():
-    arena = memory.Arena({"snapshot": 8 * MIB, "gradient": 4 * MIB})
-    region = arena.acquire("snapshot")
-    view = region.view(torch.float32)[100:200]
-    before = os.popen(f"grep -c rollplex-snapshot /proc/{os.getpid()}/maps").read()
-    region.fill_(1)
-    assert arena.resident_bytes("snapshot") == 8 * MIB and arena.resident_bytes("gradient") == 0
-    address = view.data_ptr()
-    arena.release("snapshot")
-    assert arena.resident_bytes() == 0  # the kernel's count, not ours
-    assert arena.acquire("snapshot").data_ptr() == region.data_ptr() and view.data_ptr() == address
-    assert not view.any()  # fresh pages read as zero through the old tensor
-    view.fill_(2.0)
-    assert region.view(torch.float32)[150] == 2.0
-    assert os.popen(f"grep -c rollplex-snapshot /proc/{os.getpid()}/maps").read() == before  # one mapping all along
-
-
-def test_check_names_a_region_written_after_its_release():
-    arena = memory.Arena({"gradient": MIB})
-    region = arena.acquire("gradient")
-    region.fill_(1)
-    arena.check()
-    arena.release("gradient")
-    arena.check()
-    region[5] = 1  # a write after the last use
-    with pytest.raises(RuntimeError, match="'gradient' is released but 4096 bytes of it are resident"):
-        arena.check()
-
-
-def test_another_process_maps_the_same_bytes():
-    arena = memory.Arena({"snapshot": MIB})
-    region = arena.acquire("snapshot")
-    region[7] = 42
-    child = "import sys, memory; t = memory.attach(sys.argv[1], int(sys.argv[2])); assert t[7] == 42; t[8] = 43"
-    command = [sys.executable, "-c", child, arena.handle("snapshot"), str(MIB)]
-    subprocess.run(command, check=True, cwd=ROOT)
-    assert region[8] == 43
-
-
-def test_release_is_seen_by_the_other_mapping():
-    arena = memory.Arena({"snapshot": MIB})
-    arena.acquire("snapshot").fill_(9)
-    other = memory.attach(arena.handle("snapshot"), MIB)
-    assert other[3] == 9
-    arena.release("snapshot")
-    assert other[3] == 0
-
-
-def test_attach_refuses_a_wrong_size_and_a_dead_owner():
-    arena = memory.Arena({"snapshot": MIB})
-    with pytest.raises(ValueError, match=f"has {MIB} bytes, expected {2 * MIB}"):
-        memory.attach(arena.handle("snapshot"), 2 * MIB)
-    with pytest.raises(ValueError, match="owner must outlive"):
-        memory.attach("/proc/999999999/fd/3", MIB)
-
-
-def test_regions_need_a_size():
-    with pytest.raises(ValueError, match="'reference' needs a positive size"):
-        memory.Arena({"reference": 0})
-
-
-def test_pool_never_grows_and_does_not_overlap():
-    pool = memory.HostPool(4096)
-    a = pool.alloc("a", (100,), torch.float32).fill_(1)
-    b = pool.alloc("b", (10, 10), torch.bfloat16).fill_(2)
-    assert (a == 1).all() and (b == 2).all()
-    assert b.data_ptr() - a.data_ptr() >= a.nbytes and b.data_ptr() % 2 == 0
-    with pytest.raises(MemoryError, match="c needs 4096 bytes"):
-        pool.alloc("c", (1024,), torch.float32)
-    assert pool.nbytes == 4096
-
-
-@pytest.mark.parametrize("nbytes, expected", [(0, 0), (1, 512), (512, 512), (513, 1024)])
-def test_align(nbytes, expected):
-    assert memory.align(nbytes) == expected
-
-
-def test_borrowed_blocks_never_overlap_and_all_come_back():
-    """Random borrowing and returning against a plain map of who owns each 512 bytes."""
-    pool, rng, lent = memory.HostPool(1024, lend_bytes=64 * 512), random.Random(0), {}
-    fixed = pool.alloc("state", (256,), torch.float32).fill_(7)
-    for i in range(3000):
-        if lent and rng.random() < 0.5:
-            block, tensor = lent.pop(rng.choice(list(lent)))
-            assert (tensor == block[0]).all()  # nobody wrote into it
-            pool.give_back(block)
-            continue
-        elements = rng.randint(1, 1500)
-        try:
-            block, tensor = pool.borrow("x", (elements,), torch.float32)
-        except MemoryError:
-            owned = sum(block[1] for block, _ in lent.values())
-            assert pool.lent_bytes == owned  # refused only for want of one piece that is long enough
-            free = sorted(
-                set(range(64)) - {k for b, _ in lent.values() for k in range(b[0] // 512 - 2, sum(b) // 512 - 2)}
-            )
-            runs = [len(list(g)) for _, g in itertools.groupby(enumerate(free), lambda e: e[1] - e[0])]
-            assert memory.align(4 * elements) > 512 * max(runs, default=0)
-            continue
-        lent[i] = block, tensor.fill_(block[0])
-    for block, _ in lent.values():
-        pool.give_back(block)
-    assert pool.lent_bytes == 0 and pool.borrow("all", (64 * 512,), torch.uint8)[0] == (1024, 64 * 512)
-    assert (fixed == 7).all()
-    with pytest.raises(
-        MemoryError, match=r"an activation needs 32.50 KiB, 32.00 KiB of 32.00 KiB are lent: raise --mem"
-    ):
-        pool.borrow("an activation", (65 * 512,), torch.uint8)
 
 
 # ---- ledger ----------------------------------------------------------------------------------------------------------
@@ -150,7 +36,7 @@ def test_a_storage_counts_once_and_as_long_as_somebody_uses_it():
 
 def test_peaks_are_those_of_their_phase():
     ledger = memory.Ledger()
-    arena = memory.Arena({"snapshot": MIB, "workspace": 2 * MIB}, ledger, {"workspace": "optimizer_state"})
+    arena = Arena({"snapshot": MIB, "workspace": 2 * MIB}, ledger, {"workspace": "optimizer_state"})
     arena.acquire("snapshot")
     ledger.enter("1")
     ledger.set("rollout_kv", 5 * MIB)
@@ -165,7 +51,7 @@ def test_peaks_are_those_of_their_phase():
 
 def test_the_limit_names_object_phase_and_what_is_held():
     ledger = memory.Ledger(limit_bytes=4 * MIB)
-    arena = memory.Arena({"snapshot": MIB, "gradient": 3 * MIB, "reference": MIB}, ledger)
+    arena = Arena({"snapshot": MIB, "gradient": 3 * MIB, "reference": MIB}, ledger)
     arena.acquire("snapshot")
     ledger.enter("2")
     arena.acquire("gradient")
@@ -179,12 +65,12 @@ def test_the_limit_names_object_phase_and_what_is_held():
     assert ledger.held() == {"snapshot": MIB, "reference": MIB}
 
 
-def small_network() -> tuple[torch.nn.Module, memory.Ledger, memory.Arena]:
+def small_network() -> tuple[torch.nn.Module, memory.Ledger, Arena]:
     """Parameters in an arena; tanh saves its own output, which its node must not own through a hook."""
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh())
     ledger = memory.Ledger()
-    arena = memory.Arena({"snapshot": 64 * 1024}, ledger)
+    arena = Arena({"snapshot": 64 * 1024}, ledger)
     flat, offset = arena.acquire("snapshot").view(torch.float32), 0
     for parameter in network.parameters():
         n = parameter.numel()
@@ -197,7 +83,7 @@ def small_network() -> tuple[torch.nn.Module, memory.Ledger, memory.Arena]:
 @pytest.mark.parametrize("way", ["counted", "offloaded"])
 def test_saved_tensors_give_the_same_gradients_and_leave_nothing(way):
     network, ledger, arena = small_network()
-    pool = memory.HostPool(0, lend_bytes=MIB)
+    pool = HostPool(0, lend_bytes=MIB)
     saved = memory.SavedTensors(ledger, arena, pool)
     x = torch.randn(32, 64)
     network(x).square().sum().backward()

@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memory
+from arena import HostPool
 from optimizer import OptimizerConfig, Segment, StreamedAdamW, ahead_bytes, lr_at, workspace_bytes
 
 SHAPES = [(1,), (33, 5), (7,), (40, 129), (50_001,), (64,)]  # odd sizes; one above torch's 32768-element thread grain
@@ -52,7 +53,7 @@ def build(config, dtype=torch.float32, decay=lambda i: True, shapes=SHAPES, seed
         segments.append(Segment(f"weight{i}", dest.numel(), offset, dest.view(-1), decay(i), **own))
         offset += dest.numel()
     grad = torch.zeros(total)
-    optimizer = StreamedAdamW(segments, grad, memory.HostPool(12 * total + 2048), config)
+    optimizer = StreamedAdamW(segments, grad, HostPool(12 * total + 2048), config)
     optimizer.init_master()
     return optimizer, grad, dests
 
@@ -510,7 +511,7 @@ def test_marks_alone_keep_the_pipeline_in_order(prefer, ahead, monkeypatch):
     config = replace(CONFIG, weight_decay=0.1, chunk_mib=chunk(4096), ahead_gib=ahead * chunk(4096) / 1024)
     plain, plain_grad, plain_dests = build(config)
     streams = LateStreams(prefer)
-    monkeypatch.setattr(memory, "stream", streams.stream)
+    monkeypatch.setattr(memory, "Stream", streams.stream)
     monkeypatch.setattr(memory, "synchronize", streams.synchronize)
     with streams:
         late, late_grad, late_dests = build(config)
@@ -548,7 +549,7 @@ def test_config_errors_name_the_field(change, message):
 
 
 def test_layout_errors_name_the_segment():
-    pool, config, data = memory.HostPool(4096), replace(CONFIG, chunk_mib=chunk(32)), torch.zeros(20)
+    pool, config, data = HostPool(4096), replace(CONFIG, chunk_mib=chunk(32)), torch.zeros(20)
 
     def make(*segments, grad=20, workspace=None):
         StreamedAdamW(list(segments), torch.zeros(grad), pool, config, workspace)

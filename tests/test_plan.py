@@ -23,6 +23,7 @@ import data
 import memory
 import plan
 import weights
+from arena import Arena
 from memory import MemoryConfig
 from plan import GIB, Workload
 
@@ -172,7 +173,7 @@ def _measure() -> None:
     for (i, shape), dtype in product(enumerate(SHAPES), ("float32", "bfloat16")):
         config, qkv = _config(shape), ("fused", "split")[i % 2]
         layout = weights.layout(config, world, 1, qkv, getattr(torch, dtype))
-        arena = memory.Arena({"snapshot": layout.nbytes, "fused_qkv": max(512, weights.fused_nbytes(layout))})
+        arena = Arena({"snapshot": layout.nbytes, "fused_qkv": max(512, weights.fused_nbytes(layout))})
         regions = arena.acquire("snapshot"), arena.acquire("fused_qkv")
         snapshot = weights.Snapshot(layout, rank, *regions, dist.group.WORLD)
         weights.init_random(snapshot, 0, config)

@@ -17,10 +17,10 @@ import torch
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 import configs
-import memory
 import model as models
 import rollout
 import weights
+from arena import Arena
 from rollout import Binding, EngineClient, EngineDied, Request, RolloutConfig
 
 # B prompts, N responses per prompt, P prompt tokens, S response tokens, V vocabulary.
@@ -45,11 +45,11 @@ class Policy:
         self.views = weights.engine_views(self.bytes, self.plan)
         self.processor = AutoProcessor.from_pretrained(self.model_dir)
 
-    def share(self, tp: int, q: int = 1, qkv: str = "split") -> tuple[weights.Layout, Binding, list[memory.Arena]]:
+    def share(self, tp: int, q: int = 1, qkv: str = "split") -> tuple[weights.Layout, Binding, list[Arena]]:
         """The same initial weights, laid out for engines of `tp` workers, each with its own arena, and a trainer of
         q·tp ranks."""
         plan = weights.layout(self.config, q * tp, tp, qkv, torch.float32)
-        arenas = [memory.Arena({"snapshot": plan.nbytes}) for _ in range(tp)]
+        arenas = [Arena({"snapshot": plan.nbytes}) for _ in range(tp)]
         fused = torch.zeros(weights.fused_nbytes(plan), dtype=torch.uint8)
         for rank, arena in enumerate(arenas):
             weights.init_random(weights.Snapshot(plan, q * rank, arena.acquire("snapshot"), fused), 3, self.config)

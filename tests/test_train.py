@@ -178,6 +178,45 @@ def test_bad_arguments_name_the_field(arguments, message):
         train.configure(arguments, world=2)
 
 
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ("--memory.activations recompute --memory.keep-tokens 9", "keep-tokens: expected 0, or --memory.activations k"),
+        ("--memory.activations offload --memory.keep-tokens 9", "keep-tokens: expected 0, or --memory.activations k"),
+        ("--memory.activations offload --memory.recompute-vision", "recompute-vision: expected off, or --memory.act"),
+        ("--memory.recompute-vision --memory.recompute-layers", "recompute-vision: expected off with --memory.recom"),
+        ("--memory.offload-gib 9", "offload-gib: expected --memory.activations offload beside it: with --memory.act"),
+        ("--memory.keep-tokens 9 --overlap none", "keep-tokens: expected 0, or --overlap prefix beside it: with --ov"),
+        ("--memory.recompute_vision --overlap none", "recompute-vision: expected off, or --overlap prefix beside it"),
+        ("--memory.no-reference-paging --algo.kl-coef 0", "reference-paging: expected on with --algo.kl-coef 0"),
+    ],
+)
+def test_a_memory_switch_that_cannot_take_effect_is_refused(given, message):
+    with pytest.raises(ValueError, match=re.escape(f"--memory.{message}")):
+        train.configure(given.split(), world=2)
+
+
+def test_memory_switches_that_take_effect_or_ask_for_nothing_are_not_refused():
+    for given in (
+        "--memory.activations offload --memory.offload-gib 9",
+        "--memory.activations recompute --memory.keep-tokens 0 --memory.no-recompute-vision --algo.kl-coef 0",
+        "--memory.keep-tokens 9 --memory.recompute-vision --memory.no-reference-paging",
+        "--memory.keep-tokens 9 --memory.recompute-layers --memory.activations keep",
+        "--memory.no-state-offload --memory.no-chunked-optimizer --memory.no-engine-release --overlap none",
+    ):
+        train.configure(given.split(), world=2)
+
+
+def test_what_the_planner_chooses_may_have_no_effect_but_what_is_given_may_not():
+    """At 60 GiB the planner lets 32B's prefixes be computed again, and leaves offload_gib at its default."""
+    command = ["--model", "qwen2.5-vl-32b", "--memory.hbm-limit-gib", "60"]
+    config, _ = train.configure(command, world=8)
+    assert config.memory.activations == "recompute" and config.memory.offload_gib > 0
+    for field, value in (("recompute-vision", []), ("offload-gib", ["9"])):
+        with pytest.raises(ValueError, match=f"--memory.{field}: .* with --memory.activations recompute"):
+            train.configure([*command, f"--memory.{field}", *value], world=8)
+
+
 def test_a_bad_argument_starts_nothing_and_is_said_once():
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2"}
     command = [sys.executable, str(TRAIN), "--train-tp", "3"]
