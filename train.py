@@ -1,9 +1,9 @@
 """Train a vision-language model with GRPO: Megatron-Core computes the update, vLLM generates, both on one copy of the
 weights.
 
-    torchrun ─┬─ rank 0: trainer ──────── socket ─── rollout.py: engine 0 (vLLM)
+    torchrun ─┬─ rank 0: trainer ──────── socket ─── engine.py: engine 0 (vLLM)
               │    └── arena: snapshot ◄─ same pages ─┘
-              └─ rank 1: trainer ──────── socket ─── rollout.py: engine 1 (vLLM)
+              └─ rank 1: trainer ──────── socket ─── engine.py: engine 1 (vLLM)
                    └── arena: snapshot ◄─ same pages ─┘
 
 One step: sample prompts, generate N responses each, reward them, compare each with its group, take one gradient step
