@@ -11,11 +11,12 @@
 No memory is allocated for weights: a registered loader builds vLLM's model with parameters that have none, maps the
 trainer's snapshot and puts a view of it behind each.
 
-A prompt group costs one multimodal preprocessing, beside earlier steps, and one prefill: its N responses are N child
-requests that share the prompt's KV blocks, and each is sent the moment it finishes. Groups are admitted in the order
-given, before a step as many as it computes whole, and waited for where their preprocessing is late: so a generate()
-call on an idle engine forms the same batches whenever it is repeated. A response's random stream is the same whatever
-it is batched with; a GPU and a CPU draw different ones from one seed (_draw_in_one_kernel).
+A prompt group costs one multimodal preprocessing, beside earlier steps or, where the client prepares, before the call;
+and one prefill: its N responses are N child requests that share the prompt's KV blocks, and each is sent the moment it
+finishes. Groups are admitted in the order given, before a step as many as it computes whole, and waited for where their
+preprocessing is late: so a generate() call on an idle engine forms the same batches whenever it is repeated, prepared
+or not. A response's random stream is the same whatever it is batched with; a GPU and a CPU draw different ones from one
+seed (_draw_in_one_kernel).
 
 Run:
     python rollout.py                 # a demonstration; rollout.EngineClient alone starts `engine.py --serve FD`
@@ -35,10 +36,10 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -84,7 +85,12 @@ class _Group:
 
     call: int
     request: Request
-    ready: Future | None = None  # vLLM's own form of the request, from when its preprocessing was ordered
+    prompt: Future | None = None  # vLLM's own form of it, from when its preprocessing was ordered
+
+    def cancel(self) -> None:
+        """Spare the preprocessing that has not begun."""
+        if self.prompt is not None:
+            self.prompt.cancel()
 
 
 class _Refused(Exception):
@@ -97,6 +103,7 @@ class Engine:
     def __init__(self, connection: Connection):
         self.connection = connection
         self.commands: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+        self.prepared: dict[str, _Group] = {}  # request id -> what the next generate() may begin with, of no call yet
         self.pending: deque[_Group] = deque()  # accepted, not yet admitted
         self.children: dict[str, _Child] = {}  # vLLM's request id -> response in progress
         self.unfinished: dict[int, int] = {}  # call -> responses still owed
@@ -173,6 +180,8 @@ class Engine:
     def _execute(self, command: str, *arguments) -> None:
         if command == "stop":
             self.running = False
+        elif command == "prepare":
+            self._prepare(*arguments)
         elif command == "generate":
             self._accept(*arguments)
         elif command == "abort":
@@ -184,9 +193,23 @@ class Engine:
             except _Refused as refused:
                 self._send("answer", call, False, str(refused))
 
+    def _prepare(self, requests: list[Request]) -> None:
+        """In place of what is left of the last such order; as many as _look_ahead() takes at once."""
+        for group in self.prepared.values():
+            group.cancel()
+        self.prepared = {request.id: _Group(0, request) for request in requests}
+        self._look_ahead(self.prepared.values())
+
     def _accept(self, call: int, requests: list[Request]) -> None:
         self.unfinished[call], self.refusals[call] = sum(request.n for request in requests), []
-        self.pending.extend(_Group(call, request) for request in requests)
+        for request in requests:
+            group = _Group(call, request)
+            if request.media is None:
+                assert request.id in self.prepared, f"request {request.id} came without its media, nor was it prepared"
+                early = self.prepared.pop(request.id)
+                group = _Group(call, replace(request, media=early.request.media), early.prompt)
+            self.pending.append(group)
+        self._prepare([])  # the rest was for this call alone
         if not requests:
             self._count_down(call, 0)
 
@@ -196,8 +219,7 @@ class Engine:
             self._respond(child, "abort")
         while self.pending:
             group = self.pending.popleft()
-            if group.ready is not None:
-                group.ready.cancel()
+            group.cancel()
             for index in range(group.request.n):
                 self._respond(_Child(group.call, group.request.id, index), "abort")
 
@@ -236,7 +258,8 @@ class Engine:
         return self.llm.collective_rpc("rollplex_report")
 
     def _on_positions(self, request: Request) -> tuple[list[int], list[list[int]]]:
-        ready = self.preprocessor.submit(self._preprocess, request).result()
+        self._look_ahead([group := _Group(0, request)])
+        ready = self._ready(group)
         arguments = (ready.prompt_token_ids, ready.mm_features or [])
         return ready.prompt_token_ids, self.llm.collective_rpc("rollplex_positions", args=arguments)[0]
 
@@ -251,10 +274,12 @@ class Engine:
         start_ns, admitted = time.monotonic_ns(), 0
         room = self.setup.config.max_num_batched_tokens - len(self.children)
         while self.pending:
-            self._look_ahead()
+            self._look_ahead(self.pending)
             group = self.pending[0]
             try:
-                ready = group.ready.result()
+                if self.kv_released:
+                    raise _Refused("the KV cache is released; call restore_kv() first")
+                ready = self._ready(group)
             except _Refused as refused:
                 self.pending.popleft()
                 self.refusals[group.call].append(f"{group.request.id}: {refused}")
@@ -268,17 +293,17 @@ class Engine:
             self.pending.popleft()
             self._add_children(group, ready)
             admitted += 1
-        self._look_ahead()
+        self._look_ahead(self.pending)
         self._record("preprocess", start_ns, 0)
 
-    def _look_ahead(self) -> None:
-        """Have the next groups preprocessed, in the one background thread."""
-        for group in islice(self.pending, AHEAD):
-            if group.ready is None:
-                group.ready = self.preprocessor.submit(self._preprocess, group.request)
+    def _look_ahead(self, groups: Iterable[_Group]) -> None:
+        """Have the first of them preprocessed, in the one background thread."""
+        for group in islice(groups, AHEAD):
+            if group.prompt is None:
+                group.prompt = self.preprocessor.submit(self._preprocess, group.request)
 
     def _add_children(self, group: _Group, ready) -> None:
-        """Hand vLLM the n requests of one group. ready: what _preprocess() made of it."""
+        """Hand vLLM the n requests of one group. ready: what _ready() made of it."""
         call, request = group.call, group.request
         self._send("prompt", request.id, ready.prompt_token_ids)
         for index in range(request.n):
@@ -292,19 +317,26 @@ class Engine:
             self.llm.engine_core.add_request(child)
 
     def _preprocess(self, request: Request):
-        """vLLM's own form of a request: placeholders expanded, pixels normalised and cut into patches."""
-        if self.kv_released:
-            raise _Refused("the KV cache is released; call restore_kv() first")
+        """vLLM's own form of a prompt: placeholders expanded, pixels normalised and cut into patches.
+
+        It depends on neither weights nor sampling, so it may be made long before they are known.
+        """
         config = self.llm.model_config.hf_config
         kinds = {config.image_token_id: "image", config.video_token_id: "video"}
         placed, given = [kinds[i] for i in request.prompt_ids if i in kinds], [kind for kind, _, _ in request.media]
         if placed != given:
             raise _Refused(f"the prompt has placeholders for {placed or 'no media'}, the request has {given or 'none'}")
         try:
-            (prompt,) = self.llm.renderer.render_cmpl([_prompt(request)])
+            return self.llm.renderer.render_cmpl([_prompt(request)])[0]
+        except ValueError as error:
+            raise _Refused(error) from error
+
+    def _ready(self, group: _Group):
+        """vLLM's own form of a request, once its prompt is preprocessed."""
+        prompt, sampling = group.prompt.result(), _sampling_params(self.setup, group.request)
+        try:
             tasks = self.llm.get_supported_tasks()
-            sampling = _sampling_params(self.setup, request)
-            ready = self.llm.input_processor.process_inputs(request.id, prompt, sampling, tasks)
+            ready = self.llm.input_processor.process_inputs(group.request.id, prompt, sampling, tasks)
         except ValueError as error:  # longer than the model's limit, a medium larger than max_num_batched_tokens, …
             raise _Refused(error) from error
         if (p := len(ready.prompt_token_ids)) > self.setup.max_prompt_tokens:

@@ -3,8 +3,8 @@
     trainer rank e                                engine e = python engine.py --serve FD
     ┌──────────────────────────────┐  socketpair  ┌────────────────────────────────────────────┐
     │ EngineClient                 │ ─ commands ► │ reader thread ─► command queue             │
-    │  generate  poll  wait  abort │              │ main thread, again and again:              │
-    │  publish   release_kv  stop  │              │   take commands, admit prompt groups,      │
+    │  prepare   generate  poll    │              │ main thread, again and again:              │
+    │  wait  abort  publish  stop  │              │   take commands, admit prompt groups,      │
     │  reader thread ◄─────────────│─ responses ─ │   one vLLM step, send what has finished    │
     └───────────────┬──────────────┘              └───────────────────┬────────────────────────┘
                     │ writes θk+1                                     │ reads θk
@@ -17,7 +17,8 @@ request runs (barrier 3); publish() refuses otherwise.
 
 Each response of a prompt group is sent the moment it finishes. A generate() call on an idle engine forms the same
 batches whenever it is repeated, and each response has its own random stream, derived from the request's seed and its
-index. What remains is the backend's dependence on batch shape (rounding in matrix products).
+index. What remains is the backend's dependence on batch shape (rounding in matrix products). prepare() lets an engine
+preprocess the prompts of the next generate() beforehand, and changes nothing else.
 
 Log-probabilities are those of the distribution that was sampled from: log_softmax((logits + bias) / temperature) in
 float32, bias before temperature, where bias is FORBIDDEN_BIAS for the forbidden ids and 0 elsewhere (vLLM 0.26,
@@ -238,6 +239,7 @@ class EngineClient:
         self._last_heard, self._last_message, self._reason = time.monotonic(), "none", ""
         self._ready: dict[str, Any] | None = None
         self._order: dict[str, int] = {}  # request id -> position, for the order of wait()
+        self._prepared: dict[str, Request] = {}  # whose prompts the engine has already
         self._calls, self._phase, self._started = 0, "start", time.monotonic()
         self._funeral = threading.RLock()  # one thread at a time ends the engine; reentrant for signal handlers
         self._died: EngineDied | None = None
@@ -258,6 +260,16 @@ class EngineClient:
         self._phase = "idle"
         return self._ready
 
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Have the engine preprocess prompts of the next generate() beforehand, and return at once.
+
+        A request of that call has its prompt here if it has the same id, prompt ids and media, which are compared as
+        objects and must not be written to in between; all else of it may differ. What that call does not use is
+        dropped, and so is what an earlier prepare() left. Weights, KV cache and running requests are not touched.
+        """
+        self._send(("prepare", [_plain(request) for request in requests]))
+        self._prepared = {request.id: request for request in requests}
+
     def generate(self, requests: Sequence[Request]) -> None:
         """Start generating and return at once; responses arrive through poll() and wait(), which frees the ids."""
         ids = [request.id for request in requests]
@@ -276,7 +288,12 @@ class EngineClient:
         with self._changed:
             self._open_calls.add(self._calls)
         self._phase = "generate"
-        self._send(("generate", self._calls, [_plain(request) for request in requests]))
+        there, self._prepared = self._prepared, {}
+        lacking = [
+            replace(request, media=None) if _same_prompt(request, there.get(request.id)) else _plain(request)
+            for request in requests
+        ]
+        self._send(("generate", self._calls, lacking))
 
     def poll(self) -> list[Response]:
         """Responses that arrived since the last poll() or wait(), in order of arrival; never blocks."""
@@ -494,6 +511,13 @@ def _plain(request: Request) -> Request:
     """The request with its media as (kind, frames, fps), so that the engine need not import what defined them."""
     media = [(medium.kind, np.ascontiguousarray(medium.frames), float(medium.fps)) for medium in request.media]
     return replace(request, prompt_ids=list(request.prompt_ids), media=media)
+
+
+def _same_prompt(request: Request, other: Request | None) -> bool:
+    """Whether both have the same ids and the very same media, whose pixels nobody has to compare then."""
+    if other is None or list(request.prompt_ids) != list(other.prompt_ids) or len(request.media) != len(other.media):
+        return False
+    return all(medium is its for medium, its in zip(request.media, other.media, strict=True))
 
 
 def _cores(engine: int, config: RolloutConfig) -> list[list[int]]:
