@@ -318,6 +318,12 @@ class _Prepared:
     def missing(self, have: dict, position: int, n: int) -> list[int]:
         return []
 
+    def decoded(self, slots: list[int]) -> bool:
+        return True
+
+    def usable(self, have: dict) -> list:
+        return self._samples
+
     def take(self, have: dict, position: int, n: int) -> tuple[list, int]:
         return self._samples, position
 

@@ -353,6 +353,16 @@ class Loader:
         start = position + len(have)
         return list(range(start, start + n - good))
 
+    def decoded(self, slots: list[int]) -> bool:
+        """Whether fetch() would find this rank's share of the slots decoded, and not wait."""
+        jobs = [self._ahead.get(slot) for slot in slots[self.rank :: self.world]]
+        return all(futures is not None and all(future.done() for future in futures) for futures in jobs)
+
+    @staticmethod
+    def usable(have: dict[int, Sample | BadSample]) -> list[Sample]:
+        """The good samples of `have`, with which take() will begin. Pure."""
+        return [have[slot] for slot in sorted(have) if isinstance(have[slot], Sample)]
+
     def fetch(self, slots: list[int]) -> dict[int, Sample | BadSample]:
         """Decode this rank's share of the slots."""
         mine = slots[self.rank :: self.world]

@@ -252,13 +252,15 @@ class Schedule:
         prepare: Callable[[list[Group]], float],
         loss: Callable[[torch.Tensor, Group], torch.Tensor],
         step: int,
+        look_ahead: Callable[[], None] = lambda: None,
     ):
         """One synchronous on-policy iteration: read θk, write θk+1. Collective over all ranks; returns the optimizer's
         StepInfo.
 
         requests: for this rank's engine (rollout.Request; ids are positions in `groups`). score: fills in rewards for
         the groups that this rank's engine answered. prepare: fills in advantages, returns the loss's denominator over
-        this replica. loss: unnormalised, of one group.
+        this replica. loss: unnormalised, of one group. look_ahead: gives the engines, which are idle from then on,
+        something of the next step to do.
         """
         batches = self.micro_batches(groups)
         self._barrier("1: everyone reads θk")
@@ -272,6 +274,7 @@ class Schedule:
         denominator = self._over_replicas(prepare(groups))
 
         self._barrier("2: rollout memory is gone")
+        look_ahead()
         self._reference_logprobs(batches)
         self._actor_gradients(batches, loss)
 

@@ -1,9 +1,9 @@
 """Train a vision-language model with GRPO: Megatron-Core computes the update, vLLM generates, both on one copy of the
 weights.
 
-    torchrun ─┬─ rank 0: trainer ──────── socket ─── rollout.py: engine 0 (vLLM)
+    torchrun ─┬─ rank 0: trainer ──────── socket ─── engine.py: engine 0 (vLLM)
               │    └── arena: snapshot ◄─ same pages ─┘
-              └─ rank 1: trainer ──────── socket ─── rollout.py: engine 1 (vLLM)
+              └─ rank 1: trainer ──────── socket ─── engine.py: engine 1 (vLLM)
                    └── arena: snapshot ◄─ same pages ─┘
 
 One step: sample prompts, generate N responses each, reward them, compare each with its group, take one gradient step
@@ -592,6 +592,7 @@ class Trainer:
         self.arena.release("gradient")
         self.dataset = data.Dataset(config.data, self.model_dir, self.run_dir.parent / "data")
         self.loader = data.Loader(self.dataset, self.run_dir, self.ranks.rank, self.ranks.world)
+        self.coming: dict[int, dict] = {}  # position -> what look_ahead() has fetched from there on
         self.eval_loader = None
         if config.eval_every:
             held_out = data.Dataset(config.data, self.model_dir, self.run_dir.parent / "data", split="eval")
@@ -673,13 +674,29 @@ class Trainer:
 
     def samples(self, loader: data.Loader, position: int, count: int) -> tuple[list[data.Sample], int]:
         """The next `count` usable samples, decoded by all ranks together. Collective over all ranks."""
-        have: dict = {}
+        have = self.coming.pop(position, {}) if loader is self.loader else {}
         while slots := loader.missing(have, position, count):
-            pieces: list = [None] * self.ranks.world
-            dist.all_gather_object(pieces, loader.fetch(slots), group=self.ranks.everyone)
-            for piece in pieces:
-                have |= piece
+            have |= self._fetch(loader, slots)
         return loader.take(have, position, count)
+
+    def _fetch(self, loader: data.Loader, slots: list[int]) -> dict:
+        pieces: list = [None] * self.ranks.world
+        dist.all_gather_object(pieces, loader.fetch(slots), group=self.ranks.everyone)
+        return {slot: sample for piece in pieces for slot, sample in piece.items()}
+
+    def look_ahead(self, position: int, step: int) -> None:
+        """Have the engine preprocess the prompts of `step`, whose samples are those from `position` on; none of them
+        if a rank is still decoding. Collective over all ranks."""
+        self.coming = {}
+        slots, votes = self.loader.missing({}, position, self.config.prompts), [False] * self.ranks.world
+        dist.all_gather_object(votes, self.loader.decoded(slots), group=self.ranks.everyone)
+        if not all(votes):
+            return
+        self.coming = {position: self._fetch(self.loader, slots) if slots else {}}
+        # Of slots that turned out bad, samples() finds others behind these.
+        samples = self.mine(self.loader.usable(self.coming[position]))
+        if self.engine is not None:
+            self.engine.prepare(self.requests(samples, step, self.config.rollout.n))
 
     def mine(self, samples: list) -> list:
         """This replica's share of what belongs to a step's prompts."""
@@ -804,7 +821,12 @@ def train_step(
             sums[name] = both.amax() if name == "gap_max" else both.sum()
         return value
 
-    info = trainer.schedule.iterate(groups, requests, score, prepare, loss, step)
+    def look_ahead() -> None:
+        if step + 1 < config.steps:
+            with timeline.span("data"):
+                trainer.look_ahead(position, step + 1)
+
+    info = trainer.schedule.iterate(groups, requests, score, prepare, loss, step, look_ahead)
     metrics = _metrics(trainer, groups, sums, info, time.monotonic() - start)
     metrics["data_wait_s"] = trainer.loader.wait_s - wait_before
     return metrics, position

@@ -110,6 +110,24 @@ def loading_ahead(trainer: "train.Trainer", state: dict) -> list[tuple[str, dict
     return runs
 
 
+def prepared_beforehand(trainer: "train.Trainer", state: dict) -> None:
+    """A step whose prompts the one before has given to the engines gives what it gives without that."""
+    while not trainer.coming:  # its samples may not all be decoded yet when a step looks
+        run_step(trainer, "none", state, 0)
+    (position,), sent = trainer.coming, []
+    if trainer.engine is not None:
+        send = trainer.engine._send
+        trainer.engine._send = lambda message: (sent.append(message), send(message))
+    runs = [run_step(trainer, "prefix", state, position) for _ in range(2)]
+    if trainer.engine is not None:
+        trainer.engine._send = send
+        first, second = ([r.media for r in message[2]] for message in sent if message[0] == "generate")
+        assert all(media is None for media in first) and all(second)
+    assert runs[0]["responses"] == runs[1]["responses"], "prepared prompts: the engines answered differently"
+    for a, b in zip(runs[0]["weights"], runs[1]["weights"], strict=True):
+        assert torch.equal(a, b), "prepared prompts: another update"
+
+
 def check(trainer: "train.Trainer") -> None:
     ahead_bytes, trainer.optimizer.ahead_bytes = trainer.optimizer.ahead_bytes, 0  # at first none does
     trainer.freeze_reference()
@@ -146,6 +164,7 @@ def check(trainer: "train.Trainer") -> None:
     if ahead_bytes:
         trainer.optimizer.ahead_bytes = ahead_bytes
         runs += loading_ahead(trainer, state)
+    prepared_beforehand(trainer, state)
     assert trainer.pool.lent_bytes == 0 < trainer.pool.lent_peak_bytes  # offload used the pool, and gave all back
     assert shared_us >= 1000, "prefixes did not run beside the engines"
 

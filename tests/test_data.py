@@ -337,6 +337,32 @@ def test_the_next_batch_is_decoded_meanwhile(tiny, tmp_path):
         assert len(samples) == 4 and len(loader._ahead) == 4 and loader.wait_s - waited < waited
 
 
+def test_looking_ahead_neither_waits_nor_counts(tiny, mixed, tmp_path):
+    dataset = Dataset(DataConfig(path=mixed, max_bad_fraction=0.5, workers=1), tiny, tmp_path)
+    with Loader(dataset) as loader, Loader(dataset) as plain:
+        assert not loader.decoded([0])  # nothing was started
+        position, bad = 0, 0
+        for _ in range(4):
+            _, position = loader.batch(position, 6)
+            slots, before = loader.missing({}, position, 6), (loader.seen, loader.bad)
+            deadline = time.monotonic() + 60
+            while not loader.decoded(slots) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            waited_s = loader.wait_s
+            have = loader.fetch(slots)
+            assert loader.wait_s - waited_s < 1 and (loader.seen, loader.bad) == before
+            known = loader.usable(have)
+            bad += 6 - len(known)
+            while more := loader.missing(have, position, 6):
+                have |= loader.fetch(more)
+            samples, end = loader.take(have, position, 6)
+            expected, expected_end = plain.batch(position, 6)
+            assert [s.index for s in samples] == [s.index for s in expected] and end == expected_end
+            assert all(sample is early for sample, early in zip(samples, known, strict=False))
+            position = end
+    assert bad > 0
+
+
 def test_a_killed_worker_costs_one_sample_and_close_leaves_nothing(tiny, mixed, tmp_path):
     dataset = Dataset(DataConfig(path=mixed, max_bad_fraction=0.6, workers=2), tiny, tmp_path)
     loader = Loader(dataset, tmp_path)

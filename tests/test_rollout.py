@@ -189,20 +189,6 @@ def test_an_engine_starts_without_memory_for_weights(tmp_path):
     assert (torch.tensor(response.logprobs) - expected).abs().max() <= 1e-4
 
 
-def test_a_tensor_left_without_memory_is_named():
-    with torch.device("cpu"), rollout._WithoutMemory(torch.device("cpu")) as building:
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.RMSNorm(2))
-        model.register_buffer("cache", torch.zeros(3).cos())  # real, 12 bytes and 12 more
-        model[0].table = torch.empty(3)
-        model.register_buffer("scale", torch.ones(()))
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert model.cache.tolist() == [1, 1, 1] and building.made_bytes == 24
-    for parameter in model.parameters():
-        weights._place(parameter, torch.zeros(parameter.shape))
-    with pytest.raises(RuntimeError, match=r"2 tensors of the engine's model have no memory, \['scale', '0.table'\]"):
-        building.check(model)
-
-
 def test_the_trainers_environment_is_not_inherited(engine):
     seen = Path(f"/proc/{engine.process.pid}/environ").read_text().split("\0")
     assert not {entry.partition("=")[0] for entry in seen} & TORCHRUN.keys()
@@ -308,41 +294,6 @@ def test_given_lengths_are_met_and_leave_the_distribution_alone(engine, policy):
             engine.generate([replace(requests[0], lengths=wrong)])
 
 
-@pytest.mark.gpu
-def test_draws_in_one_kernel_follow_the_distribution_and_the_seed():
-    """The real kernel, over logits that spread 16 possible ids over two of its blocks of 1024."""
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
-
-    rollout._draw_in_one_kernel()
-    sampler, ids = TopKTopPSampler("processed_logprobs"), torch.arange(0, 1600, 100, device="cuda")
-    logits = torch.full((1024, 1600), float("-inf"), device="cuda")
-    logits[:, ids] = torch.linspace(0, 3, 16, device="cuda")
-
-    def seeded(*seeds: int) -> dict[int, torch.Generator]:
-        return {row: torch.Generator("cuda").manual_seed(seed) for row, seed in enumerate(seeds)}
-
-    rows = seeded(*(rollout._seed(0, i) for i in range(1024)))
-    draws = [sampler(logits.clone(), rows, None, None) for _ in range(8)]
-    assert torch.equal(draws[0][1], logits.log_softmax(-1))
-    counts = torch.bincount(torch.cat([tokens for tokens, _ in draws]), minlength=1600)[ids]
-    expected = logits[0, ids].softmax(0) * counts.sum()
-    assert (
-        counts.sum() == 8192 and ((counts - expected) ** 2 / expected).sum() < 37.7
-    )  # 0.999 of chi-square, 15 degrees
-
-    flat = torch.zeros(3, 50000, device="cuda")  # equal tokens by chance: 1 in 50000
-    one, other = seeded(2**62 + 1), seeded(5, 6, 2**62 + 1)
-    alone = [int(sampler(flat[:1].clone(), one, None, None)[0]) for _ in range(8)]
-    del other[1]  # a greedy row
-    beside = [sampler(flat.clone(), other, None, None)[0].tolist() for _ in range(8)]
-    assert [row[2] for row in beside] == alone and len(set(alone)) == 8
-    assert not {row[0] for row in beside} & set(alone)
-    one[0].set_offset(one[0].get_offset() - 4)  # as vLLM does when it discards a draw
-    assert int(sampler(flat[:1].clone(), one, None, None)[0]) == alone[-1]
-    tokens, logprobs = sampler(logits[:9].clone(), {}, torch.full((9,), 3, device="cuda"), None)  # top-k
-    assert set(tokens.tolist()) <= set(ids[-3:].tolist()) and (logprobs[0] > float("-inf")).sum() == 3
-
-
 # ---- caches ----------------------------------------------------------------------------------------------------------
 
 
@@ -432,33 +383,6 @@ def test_a_group_shares_its_prompt_and_the_timeline_shows_it(engine, policy):
     assert (
         sum(work.tokens for work in stats.timeline) == stats.output_tokens == sum(len(r.token_ids) for r in responses)
     )
-
-
-def test_groups_are_admitted_as_they_fit(policy, tmp_path):
-    """Which groups share a step, from lengths alone: 256 tokens a step, less one for each response in progress; a group
-    of two takes 40 of them if its prompt has 20, and 172 if it has 150 (22 are behind its last full block of 32)."""
-    config = replace(CONFIG, max_num_batched_tokens=256, max_num_seqs=64)
-    prompts = [[40 + i] * (150 if i in (3, 7) else 20) for i in range(10)]
-    requests = [Request(str(i), ids, [], 2, seed=i, lengths=(4, 4)) for i, ids in enumerate(prompts)]
-    small, large = [requests[i] for i in (0, 1, 2, 4, 5, 6, 8)], [requests[i] for i in (0, 1, 3, 7, 8, 9)]
-    forbidden, runs = configs.forbidden_ids(policy.config), []
-    with EngineClient(
-        config, policy.binding, engine=5, max_prompt_tokens=MAX_PROMPT, forbidden_ids=forbidden, run_dir=tmp_path
-    ) as client:
-        client.ready()
-        for group in (small, large, small, large):
-            client.publish(0)  # forget the prompts
-            client.take_stats()
-            responses, stats = generate(client, *group), client.take_stats()
-            steps = [(work.kind, work.steps, work.tokens) for work in stats.timeline]
-            runs.append((steps, stats.cached_tokens, [(r.token_ids, r.logprobs) for r in responses]))
-    wait = ("preprocess", 1, 0)
-    # Six small ones; the seventh and two tokens each of six.
-    assert runs[0][:2] == ([wait, ("prefill", 1, 12), wait, ("prefill", 1, 14), ("decode", 3, 30)], 0)
-    # Two small ones and a large one, 252 of 256; a large one and a small one, 212 of 250; the last would make it 252.
-    mixed = [wait, ("prefill", 1, 6), wait, ("prefill", 1, 10), wait, ("prefill", 1, 12), ("decode", 3, 20)]
-    assert runs[1][:2] == (mixed, 2 * 128)
-    assert runs[2:] == runs[:2]
 
 
 def test_prompts_of_one_step_keep_their_own_media(engine, policy):

@@ -412,7 +412,7 @@ def test_whatever_dies_everything_ends_and_one_reason_is_given(tmp_path, what):
         if what == "interrupt":  # as a terminal does: to the whole foreground process group
             os.killpg(process.pid, signal.SIGINT)
         else:
-            pattern = "rollout.py --serve" if what == "engine" else "train.py --run-dir"
+            pattern = "engine.py --serve" if what == "engine" else "train.py --run-dir"
             victims = [int(p) for p in subprocess.check_output(["pgrep", "-f", pattern], text=True).split()]
             mine = [p for p in victims if p != process.pid and _is_of(p, run_dir)]
             os.kill(sorted(mine)[-1], signal.SIGKILL)

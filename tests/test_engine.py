@@ -1,0 +1,218 @@
+"""engine.py: what it makes of vLLM, which prompts share a step, and prompts prepared beforehand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_rollout import CONFIG, MAX_PROMPT, QUESTION, Policy, clip, generate
+
+import configs
+import engine
+import weights
+from rollout import EngineClient, Request
+
+# B prompts, N responses per prompt, P prompt tokens, V vocabulary.
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return Policy(tmp_path_factory.mktemp("models"))
+
+
+# ---- generation ------------------------------------------------------------------------------------------------------
+
+
+def test_groups_are_admitted_as_they_fit(policy, tmp_path):
+    """Which groups share a step, from lengths alone: 256 tokens a step, less one for each response in progress; a group
+    of two takes 40 of them if its prompt has 20, and 172 if it has 150 (22 are behind its last full block of 32)."""
+    config = replace(CONFIG, max_num_batched_tokens=256, max_num_seqs=64)
+    prompts = [[40 + i] * (150 if i in (3, 7) else 20) for i in range(10)]
+    requests = [Request(str(i), ids, [], 2, seed=i, lengths=(4, 4)) for i, ids in enumerate(prompts)]
+    small, large = [requests[i] for i in (0, 1, 2, 4, 5, 6, 8)], [requests[i] for i in (0, 1, 3, 7, 8, 9)]
+    forbidden, runs = configs.forbidden_ids(policy.config), []
+    with EngineClient(
+        config, policy.binding, engine=5, max_prompt_tokens=MAX_PROMPT, forbidden_ids=forbidden, run_dir=tmp_path
+    ) as client:
+        client.ready()
+        for group in (small, large, small, large):
+            client.publish(0)  # forget the prompts
+            client.take_stats()
+            responses, stats = generate(client, *group), client.take_stats()
+            steps = [(work.kind, work.steps, work.tokens) for work in stats.timeline]
+            runs.append((steps, stats.cached_tokens, [(r.token_ids, r.logprobs) for r in responses]))
+    wait = ("preprocess", 1, 0)
+    # Six small ones; the seventh and two tokens each of six.
+    assert runs[0][:2] == ([wait, ("prefill", 1, 12), wait, ("prefill", 1, 14), ("decode", 3, 30)], 0)
+    # Two small ones and a large one, 252 of 256; a large one and a small one, 212 of 250; the last would make it 252.
+    mixed = [wait, ("prefill", 1, 6), wait, ("prefill", 1, 10), wait, ("prefill", 1, 12), ("decode", 3, 20)]
+    assert runs[1][:2] == (mixed, 2 * 128)
+    assert runs[2:] == runs[:2]
+
+
+# ---- prompts prepared beforehand ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def client(policy, tmp_path_factory):
+    """An engine for prompts of 1058 tokens, each of which takes some 15 ms to preprocess."""
+    config, forbidden = replace(CONFIG, kv_cache_gib=1 / 8), configs.forbidden_ids(policy.config)
+    root = tmp_path_factory.mktemp("run")
+    with EngineClient(
+        config, policy.binding, engine=6, max_prompt_tokens=1200, forbidden_ids=forbidden, run_dir=root
+    ) as client:
+        client.ready()
+        yield client
+
+
+@pytest.fixture(scope="module")
+def requests(policy):
+    """Four long videos, and more short ones than are preprocessed at once."""
+    text, shapes = QUESTION.format("<|vision_start|><|video_pad|><|vision_end|>"), [(32, 224)] * 4 + [(4, 56)] * 16
+    prompts = [policy.prompt(text, clip(frames, side, seed=i)) for i, (frames, side) in enumerate(shapes)]
+    return [Request(str(i), p.ids, p.media, 2, seed=i) for i, p in enumerate(prompts)]
+
+
+def fresh(client, *requests: Request) -> tuple[list, list, float]:
+    """What an engine without caches answers, in which steps, and how long it waited for preprocessing (s)."""
+    client.publish(0)
+    client.take_stats()
+    responses = generate(client, *requests)
+    timeline = client.take_stats().timeline
+    waited_s = sum(work.end_ns - work.start_ns for work in timeline if work.kind == "preprocess") / 1e9
+    answers = [(r.request_id, r.index, r.token_ids, r.logprobs, r.finish_reason, r.prompt_ids) for r in responses]
+    return answers, [(work.kind, work.steps, work.tokens) for work in timeline], waited_s
+
+
+def preprocessed(client) -> None:
+    """Wait until the engine has preprocessed all that it was told to: there is one thread for it, first come first
+    served."""
+    client.positions(Request("last", [9], [], 1, seed=0))
+
+
+def test_a_prepared_call_is_the_same_without_the_wait(client, requests):
+    """With what a trainer does in between: KV pages gone and back, weights published."""
+    plain = fresh(client, *requests)
+    client.release_kv()
+    client.prepare(requests)
+    client.publish(1)
+    preprocessed(client)
+    client.restore_kv()
+    prepared = fresh(client, *requests)
+    again = fresh(client, *requests)
+    assert prepared[:2] == plain[:2] == again[:2]
+    assert prepared[2] < min(plain[2], again[2]) / 2, (plain[2], prepared[2], again[2])
+
+
+def test_preparing_reads_no_weights(client, requests, policy):
+    before = policy.bytes.clone()
+    old, *_ = fresh(client, *requests[:2])
+    client.prepare(requests[:2])
+    preprocessed(client)
+    for name, view in policy.views.items():
+        if name.startswith("visual.merger"):
+            view.mul_(-3)
+    new, *_ = fresh(client, *requests[:2])
+    again, *_ = fresh(client, *requests[:2])
+    policy.bytes.copy_(before)
+    assert new == again != old
+
+
+def test_what_differs_from_what_was_prepared_is_not_taken_for_it(client, requests):
+    """Other media, other ids and other words under the same id are another prompt; the rest of a request may differ."""
+    first, second, third = requests[:3]
+    other = [replace(second, id="0"), replace(third, id="1", prompt_ids=[40, *third.prompt_ids])]
+    sampled = replace(third, seed=7, temperature=0.5, n=3, lengths=(3, 2, 4))
+    wanted, *_ = fresh(client, *other, sampled)
+    client.prepare([first, replace(third, id="1"), third])
+    assert fresh(client, *other, sampled)[0] == wanted != fresh(client, first, second, sampled)[0]
+
+
+def test_an_abort_leaves_what_is_prepared(client, requests):
+    """Prepared beside a call that is aborted, then begun and aborted itself."""
+    plain = fresh(client, *requests)
+    client.generate([Request(f"busy{i}", [9, 10], [], 16, seed=i) for i in range(20)])
+    client.prepare(requests)
+    client.abort()
+    preprocessed(client)
+    assert any(response.finish_reason == "abort" for response in client.wait())
+    prepared = fresh(client, *requests)
+    assert prepared[:2] == plain[:2] and prepared[2] < plain[2] / 2
+    client.prepare(requests)
+    client.generate(requests)
+    client.abort()
+    assert len(client.wait()) == 2 * len(requests)
+    assert fresh(client, *requests)[:2] == plain[:2]
+
+
+def test_a_prompt_that_cannot_be_used_is_refused_when_it_is_asked_for(client, requests):
+    long = Request("long", [9] * 1201, [], 2, seed=0)
+    client.prepare([long, requests[0]])
+    preprocessed(client)
+    with pytest.raises(RuntimeError, match=r"refused a request: long: .*the limit is 1200"):
+        generate(client, long, requests[0])
+    client.prepare([long])
+    generate(client, requests[0])  # nobody asked
+
+
+def test_what_was_prepared_for_nothing_is_let_go(client, policy):
+    """Eight long videos are 200 MB as pixels and frames; only those of the last order may remain."""
+    text, held = QUESTION.format("<|vision_start|><|video_pad|><|vision_end|>"), []
+    for turn in range(6):
+        prompts = [policy.prompt(text, clip(32, 224, seed=100 + 8 * turn + i)) for i in range(8)]
+        client.prepare([Request(f"{turn}/{i}", p.ids, p.media, 1, seed=i) for i, p in enumerate(prompts)])
+        preprocessed(client)
+        held.append(client.report()[0]["rss_bytes"])
+    client.prepare([])
+    assert held[-1] - held[0] < 300 << 20, held
+
+
+# ---- what is changed in vLLM -----------------------------------------------------------------------------------------
+
+
+def test_a_tensor_left_without_memory_is_named():
+    with torch.device("cpu"), engine._WithoutMemory(torch.device("cpu")) as building:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.RMSNorm(2))
+        model.register_buffer("cache", torch.zeros(3).cos())  # real, 12 bytes and 12 more
+        model[0].table = torch.empty(3)
+        model.register_buffer("scale", torch.ones(()))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.cache.tolist() == [1, 1, 1] and building.made_bytes == 24
+    for parameter in model.parameters():
+        weights._place(parameter, torch.zeros(parameter.shape))
+    with pytest.raises(RuntimeError, match=r"2 tensors of the engine's model have no memory, \['scale', '0.table'\]"):
+        building.check(model)
+
+
+@pytest.mark.gpu
+def test_draws_in_one_kernel_follow_the_distribution_and_the_seed():
+    """The real kernel, over logits that spread 16 possible ids over two of its blocks of 1024."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    engine._draw_in_one_kernel()
+    sampler, ids = TopKTopPSampler("processed_logprobs"), torch.arange(0, 1600, 100, device="cuda")
+    logits = torch.full((1024, 1600), float("-inf"), device="cuda")
+    logits[:, ids] = torch.linspace(0, 3, 16, device="cuda")
+
+    def seeded(*seeds: int) -> dict[int, torch.Generator]:
+        return {row: torch.Generator("cuda").manual_seed(seed) for row, seed in enumerate(seeds)}
+
+    rows = seeded(*(engine._seed(0, i) for i in range(1024)))
+    draws = [sampler(logits.clone(), rows, None, None) for _ in range(8)]
+    assert torch.equal(draws[0][1], logits.log_softmax(-1))
+    counts = torch.bincount(torch.cat([tokens for tokens, _ in draws]), minlength=1600)[ids]
+    expected = logits[0, ids].softmax(0) * counts.sum()
+    assert (
+        counts.sum() == 8192 and ((counts - expected) ** 2 / expected).sum() < 37.7
+    )  # 0.999 of chi-square, 15 degrees
+
+    flat = torch.zeros(3, 50000, device="cuda")  # equal tokens by chance: 1 in 50000
+    one, other = seeded(2**62 + 1), seeded(5, 6, 2**62 + 1)
+    alone = [int(sampler(flat[:1].clone(), one, None, None)[0]) for _ in range(8)]
+    del other[1]  # a greedy row
+    beside = [sampler(flat.clone(), other, None, None)[0].tolist() for _ in range(8)]
+    assert [row[2] for row in beside] == alone and len(set(alone)) == 8
+    assert not {row[0] for row in beside} & set(alone)
+    one[0].set_offset(one[0].get_offset() - 4)  # as vLLM does when it discards a draw
+    assert int(sampler(flat[:1].clone(), one, None, None)[0]) == alone[-1]
+    tokens, logprobs = sampler(logits[:9].clone(), {}, torch.full((9,), 3, device="cuda"), None)  # top-k
+    assert set(tokens.tolist()) <= set(ids[-3:].tolist()) and (logprobs[0] > float("-inf")).sum() == 3
