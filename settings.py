@@ -13,13 +13,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TYPE_CHECKING
 
 import configs
 import memory
 from memory import MemoryConfig
 from plan import GPUS_PER_HOST, Args, Plan, activations_of, plan
 from sizes import GIB, Workload, dims, passes, require
-from verdict import FULL_TOKENS, RESERVE, fits, halves, largest, verdict
+from verdict import FULL_TOKENS, RESERVE, fits, halves, largest, report, verdict
+
+if TYPE_CHECKING:  # train.py is built on this file, and is another module where it is the program
+    from train import Config
 
 ADMITTED_TOKENS = 8192  # an engine's prefill waits for the host's launches, however few prompts it has (measured)
 
@@ -231,6 +235,67 @@ def _reasons(p: Plan, groups: int) -> dict[str, str]:
     )
 
 
+# ---- train.py's configuration ----------------------------------------------------------------------------------------
+
+
+def hbm_bytes(config: "Config") -> int:
+    """Size to plan for: the limit given, this host's GPUs, or in a dry run without either 80 GiB; 0 if unknown."""
+    return int(config.memory.hbm_limit_gib * 2**30) or memory.gpu_bytes() or (80 * 2**30 if config.dry_run else 0)
+
+
+def workload(config: "Config") -> Workload:
+    """The largest step that the configuration allows, as the planner wants it."""
+    prompt, most = config.data.max_prompt_tokens, config.data.max_frames // 2 * (config.data.max_pixels // 28**2)
+    return Workload(
+        prompts=config.prompts,
+        n=config.rollout.n,
+        prompt_tokens=prompt,
+        visual_tokens=min(prompt, most),
+        response_tokens=config.rollout.max_new_tokens,
+        micro_tokens=config.micro_tokens,
+        slice_tokens=config.data.max_pixels // 28**2,
+        kv_cache_gib=config.rollout.kv_cache_gib,
+        max_num_seqs=config.rollout.max_num_seqs,
+        max_num_batched_tokens=config.rollout.max_num_batched_tokens,
+        chunk_mib=config.optimizer.chunk_mib,
+        ahead_gib=config.optimizer.ahead_gib,
+        dtype=config.dtype,
+        qkv=config.qkv,
+        overlap=config.overlap,
+        reference=config.algo.kl_coef > 0,
+        device="cuda" if memory.gpu_bytes() or config.dry_run else "cpu",
+    )
+
+
+def given(config: "Config", flags: set[str]) -> dict:
+    """Of what choose() would choose, the values of the fields that the command line names (train.named_flags)."""
+    owners = (
+        (config, "", "train-tp", "rollout-tp", "micro-tokens"),
+        (config.memory, "memory.", "activations", "keep-tokens", "recompute-vision", "recompute-layers"),
+        (config.rollout, "rollout.", "kv-cache-gib", "max-num-seqs", "max-num-batched-tokens"),
+        (config.optimizer, "optimizer.", "chunk-mib"),
+    )
+    named = ((owner, name.replace("-", "_"), prefix + name) for owner, prefix, *names in owners for name in names)
+    return {field: getattr(owner, field) for owner, field, flag in named if flag in flags}
+
+
+def applied(config: "Config", chosen: Settings) -> "Config":
+    """`config` with what the planner chose; flags on the command line still override it."""
+    sizes = {name: getattr(chosen, name) for name in ("kv_cache_gib", "max_num_seqs", "max_num_batched_tokens")}
+    fields = "activations", "keep_tokens", "recompute_vision", "recompute_layers"
+    residency = {name: getattr(chosen, name) for name in fields}
+    residency |= dict(offload_gib=chosen.offload_gib or config.memory.offload_gib)
+    return replace(
+        config,
+        train_tp=chosen.train_tp,
+        rollout_tp=chosen.rollout_tp,
+        micro_tokens=chosen.micro_tokens,
+        rollout=replace(config.rollout, **sizes),
+        optimizer=replace(config.optimizer, chunk_mib=chosen.chunk_mib),
+        memory=replace(config.memory, **residency),
+    )
+
+
 # ---- printing --------------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +322,14 @@ def enough(args: Args, hf_config, hbm_bytes: float) -> Plan:
         print(f"{args.model}: {world} GPUs of {hbm_bytes / GIB:g} GiB are enough\n{choice(settings)}\n")
         return settings.plan
     raise AssertionError("unreachable: the last count returns or raises")
+
+
+def explain(config: "Config", world: int) -> str:
+    """Every object by phase, and whether it fits, for --dry-run."""
+    world = config.gpus or world
+    degrees = world, config.tp(world), config.rollout_tp
+    planned = plan(configs.load_config(config.model), *degrees, workload(config), config.memory)
+    return f"{config.model}: {report(planned, hbm_bytes(config) or 80 * 2**30)}\n"
 
 
 COUNTS = {"qwen2.5-vl-3b": (1, 2, 4), "qwen2.5-vl-7b": (1, 2, 4, 8), "qwen2.5-vl-32b": (4, 8, 16, 32)}
