@@ -111,24 +111,7 @@ def step_metrics(
     trainer: "Trainer", groups: list[sched.Group], sums: dict[str, torch.Tensor], info: optim.StepInfo, step_s: float
 ) -> dict:
     """What README's table explains, from sums over all replicas. Collective over all ranks."""
-    responses = [r for group in groups for r in group.responses]
-    stats, history = trainer.schedule.rollout, trainer.schedule.partition.history
-    mine = dict(
-        sums={name: value.item() for name, value in sums.items()},
-        rewards=[(group.sample.source, reward) for group in groups for reward in group.rewards.tolist()],
-        flat=sum(not group.advantages.any() for group in groups),
-        lengths=[len(r.token_ids) for r in responses],
-        truncated=sum(r.finish_reason == "length" for r in responses),
-        nll=-sum(sum(r.logprobs) for r in responses),
-        prompt_tokens=sum(len(group.sample.input_ids) for group in groups),
-        visual_tokens=sum(group.sample.visual_tokens for group in groups),
-        slices=sum(int(group.sample.grid_thw[:, 0].sum()) for group in groups),
-        flops=sum(_group_flops(trainer, group) for group in groups),
-        chance=[1 / len(group.sample.options) for group in groups if group.sample.options],
-        peaks={phase: sum(trainer.ledger.peaks.get(phase, {}).values()) for phase in "123"},
-        host_bytes=memory.host_bytes() + trainer.schedule.engine_host_bytes,
-        generate_s=stats.seconds if stats else 0.0,
-    )
+    mine, history = _rank_figures(trainer, groups, sums), trainer.schedule.partition.history
     everyone: list = [None] * trainer.ranks.world
     dist.all_gather_object(everyone, mine, group=trainer.ranks.everyone)
     replicas = everyone[:: trainer.ranks.tp]
@@ -171,6 +154,28 @@ def step_metrics(
         "model_flops": sum(r["flops"] for r in replicas),
         "tokens": sum(lengths) + sum(r["prompt_tokens"] for r in replicas),
     }
+
+
+def _rank_figures(trainer: "Trainer", groups: list[sched.Group], sums: dict[str, torch.Tensor]) -> dict:
+    """What one rank adds to a step's metrics: of its replica's groups, of its engine and of its memory."""
+    responses = [r for group in groups for r in group.responses]
+    stats = trainer.schedule.rollout
+    return dict(
+        sums={name: value.item() for name, value in sums.items()},
+        rewards=[(group.sample.source, reward) for group in groups for reward in group.rewards.tolist()],
+        flat=sum(not group.advantages.any() for group in groups),
+        lengths=[len(r.token_ids) for r in responses],
+        truncated=sum(r.finish_reason == "length" for r in responses),
+        nll=-sum(sum(r.logprobs) for r in responses),
+        prompt_tokens=sum(len(group.sample.input_ids) for group in groups),
+        visual_tokens=sum(group.sample.visual_tokens for group in groups),
+        slices=sum(int(group.sample.grid_thw[:, 0].sum()) for group in groups),
+        flops=sum(_group_flops(trainer, group) for group in groups),
+        chance=[1 / len(group.sample.options) for group in groups if group.sample.options],
+        peaks={phase: sum(trainer.ledger.peaks.get(phase, {}).values()) for phase in "123"},
+        host_bytes=memory.host_bytes() + trainer.schedule.engine_host_bytes,
+        generate_s=stats.seconds if stats else 0.0,
+    )
 
 
 def _group_flops(trainer: "Trainer", group: sched.Group) -> float:

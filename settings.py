@@ -5,8 +5,8 @@
 
 Run:
     python plan.py --model qwen2.5-vl-7b --hbm-gib 141     # choose() for 1, 2, 4 … GPUs, with its reasons
-To prefer other settings, edit _kinds() and _candidates(); to choose another one, add it to Settings, applied() and
-given().
+To prefer other settings, edit _kinds() and _candidates(); to choose another one, add it to Settings and
+PARTS.
 """
 
 import math
@@ -51,7 +51,13 @@ class Settings:
     reasons: dict[str, str]  # field -> one line
 
 
-CHOSEN = tuple(name for name in Settings.__annotations__ if name not in ("offload_gib", "plan", "reasons"))
+PARTS = {  # of train.Config: what of it is chosen
+    "": ("train_tp", "rollout_tp", "micro_tokens"),
+    "memory": ("activations", "keep_tokens", "recompute_vision", "recompute_layers"),
+    "rollout": ("kv_cache_gib", "max_num_seqs", "max_num_batched_tokens"),
+    "optimizer": ("chunk_mib",),
+}
+CHOSEN = tuple(name for names in PARTS.values() for name in names)
 
 
 def choose(
@@ -238,7 +244,7 @@ def _reasons(p: Plan, groups: int) -> dict[str, str]:
 # ---- train.py's configuration ----------------------------------------------------------------------------------------
 
 
-def hbm_bytes(config: "Config") -> int:
+def planned_hbm_bytes(config: "Config") -> int:
     """Size to plan for: the limit given, this host's GPUs, or in a dry run without either 80 GiB; 0 if unknown."""
     return int(config.memory.hbm_limit_gib * 2**30) or memory.gpu_bytes() or (80 * 2**30 if config.dry_run else 0)
 
@@ -268,32 +274,19 @@ def workload(config: "Config") -> Workload:
 
 
 def given(config: "Config", flags: set[str]) -> dict:
-    """Of what choose() would choose, the values of the fields that the command line names (train.named_flags)."""
-    owners = (
-        (config, "", "train-tp", "rollout-tp", "micro-tokens"),
-        (config.memory, "memory.", "activations", "keep-tokens", "recompute-vision", "recompute-layers"),
-        (config.rollout, "rollout.", "kv-cache-gib", "max-num-seqs", "max-num-batched-tokens"),
-        (config.optimizer, "optimizer.", "chunk-mib"),
-    )
-    named = ((owner, name.replace("-", "_"), prefix + name) for owner, prefix, *names in owners for name in names)
-    return {field: getattr(owner, field) for owner, field, flag in named if flag in flags}
+    """Of what is chosen, the values of the fields that the command line names (train.named_flags)."""
+    found = {}
+    for part, names in PARTS.items():
+        owner, prefix = (getattr(config, part), f"{part}.") if part else (config, "")
+        found |= {name: getattr(owner, name) for name in names if prefix + name.replace("_", "-") in flags}
+    return found
 
 
 def applied(config: "Config", chosen: Settings) -> "Config":
-    """`config` with what the planner chose; flags on the command line still override it."""
-    sizes = {name: getattr(chosen, name) for name in ("kv_cache_gib", "max_num_seqs", "max_num_batched_tokens")}
-    fields = "activations", "keep_tokens", "recompute_vision", "recompute_layers"
-    residency = {name: getattr(chosen, name) for name in fields}
-    residency |= dict(offload_gib=chosen.offload_gib or config.memory.offload_gib)
-    return replace(
-        config,
-        train_tp=chosen.train_tp,
-        rollout_tp=chosen.rollout_tp,
-        micro_tokens=chosen.micro_tokens,
-        rollout=replace(config.rollout, **sizes),
-        optimizer=replace(config.optimizer, chunk_mib=chosen.chunk_mib),
-        memory=replace(config.memory, **residency),
-    )
+    """`config` with what is chosen; flags on the command line still override it."""
+    own = {part: {name: getattr(chosen, name) for name in names} for part, names in PARTS.items()}
+    own["memory"] |= dict(offload_gib=chosen.offload_gib or config.memory.offload_gib)
+    return replace(config, **own.pop(""), **{part: replace(getattr(config, part), **own[part]) for part in own})
 
 
 # ---- printing --------------------------------------------------------------------------------------------------------
@@ -329,7 +322,7 @@ def explain(config: "Config", world: int) -> str:
     world = config.gpus or world
     degrees = world, config.tp(world), config.rollout_tp
     planned = plan(configs.load_config(config.model), *degrees, workload(config), config.memory)
-    return f"{config.model}: {report(planned, hbm_bytes(config) or 80 * 2**30)}\n"
+    return f"{config.model}: {report(planned, planned_hbm_bytes(config))}\n"
 
 
 COUNTS = {"qwen2.5-vl-3b": (1, 2, 4), "qwen2.5-vl-7b": (1, 2, 4, 8), "qwen2.5-vl-32b": (4, 8, 16, 32)}

@@ -1,6 +1,6 @@
 """Sizes: the bytes of each object of a step on one GPU, from the model's dimensions and the step's settings alone.
 
-    weights.py's tensor table ─► weights, gradients, state: exact, the same table that train.py allocates from
+    weights.py's tensor table ─► weights, gradients, state: exact, the same table that trainer.py allocates from
     model.py's saved tensors  ─► activations and boundaries, by token: what autograd saves, term by term
     kernels' signatures       ─► what GPU kernels save differently, and temporaries: derived
 

@@ -269,7 +269,7 @@ def configure(argv: list[str], world: int) -> tuple[Config, str]:
     and residency is the planner's. Where nothing fits, by the plan, the text says so, and the run may try.
     """
     config, text = parse(argv), ""
-    world, hbm_bytes = config.gpus or world, settings.hbm_bytes(config)
+    world, hbm_bytes = config.gpus or world, settings.planned_hbm_bytes(config)
     hf_config = configs.load_config(config.model)
     if config.model != "tiny" and hbm_bytes:
         try:
@@ -475,27 +475,7 @@ def train(config: Config, text: str, ends: Ends) -> None:
     ends.timeline, ends.run_dir = trainer.timeline, run_dir
     log.say(facts(trainer))
 
-    first, position = 0, 0
-    reference = run_dir / f"reference-rank{ranks.tp_rank}.pt"
-    if config.resume:
-        trainer.freeze_reference(reference if config.warmup_steps else None)  # without warm-up it is θ0, still in place
-        first, position = load_checkpoint(trainer)
-        log.rewind(first)
-        log.say(f"resumed at step {first}")
-    else:
-        for i in range(config.warmup_steps):
-            loss, position = warm_up(trainer, i, position)
-            if i % 10 == 9 or i == config.warmup_steps - 1:
-                log.say(f"warm-up {i + 1}/{config.warmup_steps}  supervised loss {loss:.4f} nats a token")
-        trainer.freeze_reference()
-        if config.algo.kl_coef and config.warmup_steps and ranks.replica == 0:
-            torch.save(trainer.reference_host.clone(), reference)  # the tensor alone, not the pool that it lies in
-    log.say(f"engines: waiting until they are ready (log: {run_dir}/engine*.log)")
-    if (ready := trainer.wait_for_engines()) is not None:
-        log.say(f"engine 0 ready after {ready['start_s']:.0f} s, all {ready['parameters']} parameters inside the arena")
-    dist.barrier()
-    trainer.timeline.take()
-
+    first, position = begin(trainer, log)
     for step in range(first, config.steps):
         ends.step = step
         metrics, position = train_step(trainer, step, position)
@@ -517,6 +497,33 @@ def train(config: Config, text: str, ends: Ends) -> None:
     log.close()
     trainer.close()
     dist.destroy_process_group()
+
+
+def begin(trainer: "Trainer", log: Log) -> tuple[int, int]:
+    """What comes before the first step: warm-up or a checkpoint, the reference, waiting for the engines. Returns the
+    first step and its data position. Collective over all ranks."""
+    config, ranks, run_dir = trainer.config, trainer.ranks, trainer.run_dir
+    first, position = 0, 0
+    reference = run_dir / f"reference-rank{ranks.tp_rank}.pt"
+    if config.resume:
+        trainer.freeze_reference(reference if config.warmup_steps else None)  # without warm-up it is θ0, still in place
+        first, position = load_checkpoint(trainer)
+        log.rewind(first)
+        log.say(f"resumed at step {first}")
+    else:
+        for i in range(config.warmup_steps):
+            loss, position = warm_up(trainer, i, position)
+            if i % 10 == 9 or i == config.warmup_steps - 1:
+                log.say(f"warm-up {i + 1}/{config.warmup_steps}  supervised loss {loss:.4f} nats a token")
+        trainer.freeze_reference()
+        if config.algo.kl_coef and config.warmup_steps and ranks.replica == 0:
+            torch.save(trainer.reference_host.clone(), reference)  # the tensor alone, not the pool that it lies in
+    log.say(f"engines: waiting until they are ready (log: {run_dir}/engine*.log)")
+    if (ready := trainer.wait_for_engines()) is not None:
+        log.say(f"engine 0 ready after {ready['start_s']:.0f} s, all {ready['parameters']} parameters inside the arena")
+    dist.barrier()
+    trainer.timeline.take()
+    return first, position
 
 
 def main() -> None:

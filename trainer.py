@@ -100,7 +100,11 @@ class Trainer:
             self.log = memory.MemoryLog(path, header, self.ledger.sample, config.memory.sample_ms)
         self.engine = self._start_engine(hf_config)  # boots while the rest is built: it needs only the pages
         self._load_weights(hf_config)
-        self._build(hf_config)
+        self.actor = models.QwenVL(hf_config, config.torch_dtype, config.qkv, config.memory.recompute_layers)
+        self._make_optimizer()
+        self._open_data()
+        self.scorer = Scorer(config.reward, self.run_dir) if self.engine is not None else None
+        self._make_schedule()
 
     def _allocate(self) -> None:
         config, policy, dtype = self.config, self.config.memory, self.config.torch_dtype
@@ -162,9 +166,9 @@ class Trainer:
             weights.load_hf(self.snapshot, self.model_dir)
         self.snapshot.copy_out()
 
-    def _build(self, hf_config) -> None:
+    def _make_optimizer(self) -> None:
+        """Bind the actor's parameters and their gradients to the arena, and the optimizer to both."""
         config = self.config
-        self.actor = models.QwenVL(hf_config, config.torch_dtype, config.qkv, config.memory.recompute_layers)
         self.actor.bind({s.name: s.parameter(self.snapshot.flat(s)) for s in self.shards}, requires_grad=True)
         gradient = self.arena.acquire("gradient").view(torch.float32)
         segments, offset, views = [], 0, {}
@@ -186,13 +190,18 @@ class Trainer:
         self.optimizer.init_master()
         self.arena.release("workspace")
         self.arena.release("gradient")
+
+    def _open_data(self) -> None:
+        config = self.config
         self.dataset = data.Dataset(config.data, self.model_dir, self.run_dir.parent / "data")
         self.loader = data.Loader(self.dataset, self.run_dir, self.ranks.rank, self.ranks.world)
         self.eval_loader = None
         if config.eval_every:
             held_out = data.Dataset(config.data, self.model_dir, self.run_dir.parent / "data", split="eval")
             self.eval_loader = data.Loader(held_out, self.run_dir, self.ranks.rank, self.ranks.world)
-        self.scorer = Scorer(config.reward, self.run_dir) if self.engine is not None else None
+
+    def _make_schedule(self) -> None:
+        config = self.config
         self.schedule = sched.Schedule(
             config.overlap,
             config.rollout.temperature,
@@ -208,7 +217,7 @@ class Trainer:
             self.ranks.dp_group,
             self.ledger,
             self.saved,
-            policy,
+            config.memory,
             micro_tokens=config.micro_tokens,
             log=self.log,
             partition=sched.Partition(sched.candidates(config.sm_policy, config.prefix_sms)),
