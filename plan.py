@@ -20,6 +20,11 @@ Left out on purpose: time (bench.py measures it), pipeline and context paralleli
 To change what an object costs, edit its function in sizes.py; to change when it lives, edit _windows().
 """
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # what imports make stays, and searching it for garbage took 1.7 of 4.5 s (measured)
+
 import math
 import sys
 from collections.abc import Iterator
@@ -91,8 +96,12 @@ class Plan:
     policy: MemoryConfig
     windows: list[Window]
     host: dict[str, int]  # bytes for each GPU
-    formulas: dict[str, str]  # tag -> how its bytes come about
     kv_bytes: int  # of the engine's KV cache
+
+    @property
+    def groups(self) -> int:
+        """Prompts of one replica."""
+        return self.workload.prompts * self.train_tp // self.world
 
     def peak(self, phase: str | None = None) -> Window:
         """The fullest window of a phase, or of all."""
@@ -125,11 +134,10 @@ def plan(hf_config, world: int, train_tp: int, rollout_tp: int, workload: Worklo
     require(workload.prompts % replicas == 0, "prompts", workload.prompts, f"a multiple of the {replicas} replicas")
     held, groups = held_weights(hf_config, train_tp, rollout_tp, workload), workload.prompts // replicas
     sizes = _sizes(hf_config, train_tp, rollout_tp, workload, policy, held, groups)
-    formulas = _formulas(hf_config, train_tp, rollout_tp, workload, policy, held, groups)
     host = _host(sizes, workload, policy, rollout_tp)
     windows = list(_windows(sizes, workload, policy))
     settings = hf_config, world, train_tp, rollout_tp, workload, policy
-    return Plan(*settings, windows, host, formulas, sizes["rollout_kv"])
+    return Plan(*settings, windows, host, sizes["rollout_kv"])
 
 
 # ---- objects, and when they live -------------------------------------------------------------------------------------
@@ -165,7 +173,7 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
         "gradient": 4 * held.numel,
         "state": 12 * held.numel,
         "workspace": optimizer.workspace_bytes(config, 0 if policy.chunked_optimizer else held.numel),
-        "ahead": optimizer.ahead_bytes(config, held.numel) if policy.chunked_optimizer else 0,
+        "ahead": optimizer.ahead_bytes(config, held.numel) if w.ahead_gib else 0,
         "boundary": prompts(boundary, at_once.there),
         "boundary_kept": prompts(boundary, at_once.kept),
         "boundary_mb": prompts(boundary, at_once.prompt),
@@ -281,8 +289,17 @@ def _kept(policy: MemoryConfig) -> str:
     return policy.activations + f" {policy.keep_tokens} tokens" * bool(some)
 
 
-def _formulas(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: MemoryConfig, held: Held, groups: int):
+def formulas(p: Plan) -> dict[str, str]:
     """How each object's bytes come about, {tag: text}."""
+    hf_config, train_tp, rollout_tp, w, policy, groups = (
+        p.hf_config,
+        p.train_tp,
+        p.rollout_tp,
+        p.workload,
+        p.policy,
+        p.groups,
+    )
+    held = held_weights(hf_config, train_tp, rollout_tp, w)
     d, b, tokens = dims(hf_config, train_tp), w.itemsize, w.prompt_tokens - 1
     shard = f"{held.numel / 1e9:.3f} B parameters of a training shard"
     again = policy.recompute_layers
@@ -296,7 +313,7 @@ def _formulas(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Me
     fused = f" + {held.fused / GIB:.2f} GiB QKV in the trainer's order" if held.fused else ""
     kv = f"{kv_token_bytes(hf_config, w, rollout_tp) / 1024:g} KiB a token"
     chunk = optimizer.OptimizerConfig(chunk_mib=w.chunk_mib, ahead_gib=w.ahead_gib)
-    ahead = optimizer.ahead_chunks(chunk, held.numel) if policy.chunked_optimizer else 0
+    ahead = optimizer.ahead_chunks(chunk, held.numel) if w.ahead_gib else 0
     chunks = f"3 x {w.chunk_mib:g} MiB" + f", and {ahead} more from the last micro-batch of phase 2 on" * bool(ahead)
     return {
         "snapshot": f"{b} B x {held.snapshot / b / 1e9:.3f} B parameters of a rollout shard{fused}",
@@ -429,6 +446,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    import plan  # so that a class has one identity here and where the modules that decide import it
+    import plan  # so that a class has one identity here and where verdict.py and settings.py import it
 
+    gc.freeze()
+    gc.enable()
     plan.main()

@@ -167,7 +167,7 @@ def _micro_tokens(w: Workload) -> list[int]:
 def _settings(p: Plan, room: float, given: dict) -> Settings:
     """The plan with the KV cache in round figures, as many prompts kept as fit if it keeps some, and the largest chunk
     that is not what needs most; but for what is given."""
-    w, groups = p.workload, p.workload.prompts * p.train_tp // p.world
+    w = p.workload
     if "kv_cache_gib" not in given:
         rounded = p.replan(kv_cache_gib=math.ceil(4 * p.kv_bytes / GIB) / 4)
         p = rounded if fits(rounded, room) else p.replan(kv_cache_gib=p.kv_bytes / GIB)
@@ -176,22 +176,22 @@ def _settings(p: Plan, room: float, given: dict) -> Settings:
         p = several if fits(several, room) else p
     if p.policy.keep_tokens and "keep_tokens" not in given:
         fixed = p.policy.recompute_layers or "recompute_vision" in given
-        p = _keeping_most(p, groups, room, [p.policy.recompute_vision] if fixed else [False, True])
+        p = _keeping_most(p, room, [p.policy.recompute_vision] if fixed else [False, True])
     if "chunk_mib" not in given:
         larger = (p.replan(chunk_mib=chunk) for chunk in (512.0, 256.0, 128.0))
         p = next((q for q in larger if q.peak().phase in ("1", "2")), p)
     offload = math.ceil(p.host["offloaded activations"] / GIB)
-    reasons = _reasons(p, groups) | dict.fromkeys(given, "as given")
+    reasons = _reasons(p) | dict.fromkeys(given, "as given")
     reasons |= {"offload_gib": "what all groups of a replica save"} if offload else {}
     degrees, w = {"train_tp": p.train_tp, "rollout_tp": p.rollout_tp}, p.workload
     chosen = degrees | {name: getattr(w if hasattr(w, name) else p.policy, name) for name in CHOSEN[2:]}
     return Settings(**chosen, offload_gib=offload, plan=p, reasons=reasons)
 
 
-def _keeping_most(p: Plan, groups: int, room: float, towers: list[bool]) -> Plan:
-    """With as many whole prompts kept as fit, all `groups` of them perhaps; the vision tower as one of `towers` says,
+def _keeping_most(p: Plan, room: float, towers: list[bool]) -> Plan:
+    """With as many whole prompts kept as fit, all of them perhaps; the vision tower as one of `towers` says,
     whichever spares the time after the rollout more matrix products. `p` fits."""
-    vision, w = p.hf_config.vision_config, p.workload
+    vision, w, groups = p.hf_config.vision_config, p.workload, p.groups
     d, wide = dims(p.hf_config, 1), vision.hidden_size
     language = w.prompt_tokens * d.layers * d.hidden * (2 * d.query + 2 * d.kv + 3 * d.inner)
     tower = 4 * w.visual_tokens * vision.depth * wide * (4 * wide + 3 * vision.intermediate_size)
@@ -207,9 +207,10 @@ def _keeping_most(p: Plan, groups: int, room: float, towers: list[bool]) -> Plan
     return max(found, key=lambda pair: pair[0])[1]
 
 
-def _reasons(p: Plan, groups: int) -> dict[str, str]:
+def _reasons(p: Plan) -> dict[str, str]:
     """A line for each setting."""
-    w, policy, at_once = p.workload, p.policy, passes(p.workload, p.policy, groups)
+    w, policy, groups = p.workload, p.policy, p.groups
+    at_once = passes(w, policy, groups)
     activations = dict(
         keep="what the prefixes save fits beside decode: nothing is computed or copied twice",
         recompute="kept ones do not fit; a second forward pass takes less time than copies to the host and back",

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from plan import GPUS_PER_HOST, Plan, activations_of
+from plan import GPUS_PER_HOST, Plan, activations_of, formulas
 from sizes import GIB, kv_bytes, passes
 
 RESERVE = 0.05  # share of a GPU that settings.choose() leaves free
@@ -141,11 +141,10 @@ def _changes(p: Plan, hbm_bytes: float) -> Iterator[Change]:
     enough = sum(tokens >= FULL_TOKENS for tokens in halves(w.micro_tokens, 1024)[1:])
     yield from smaller[:enough]
     if policy.activations == "keep":
-        groups = w.prompts * p.train_tp // p.world
         if w.overlap == "prefix" and not policy.recompute_vision and not policy.recompute_layers:
             text, cost = "--memory.recompute-vision", "a second forward pass of the vision tower"
             yield change(text, cost, recompute_vision=True)
-        for tokens in (groups // k * w.prompt_tokens for k in (2, 4) if not policy.keep_tokens):
+        for tokens in (p.groups // k * w.prompt_tokens for k in (2, 4) if not policy.keep_tokens):
             make = partial(_keep, tokens=tokens)
             yield Change(f"--memory.keep-tokens {tokens}", "the other actor prefixes run after the rollout", make)
         text, cost = "--memory.activations recompute", "a second forward pass of each actor prefix"
@@ -185,7 +184,7 @@ def _smaller_kv(p: Plan, hbm_bytes: float) -> Plan:
 
 def _keep(p: Plan, tokens: int) -> Plan:
     """With so many prompt tokens kept, if that is a micro-batch or more, but not all that there are."""
-    at_once = passes(p.workload, p.policy, p.workload.prompts * p.train_tp // p.world)
+    at_once = passes(p.workload, p.policy, p.groups)
     if not at_once.prompt <= tokens < at_once.there:
         raise ValueError(f"--memory.keep-tokens {tokens}: expected {at_once.prompt} to {at_once.there - 1}")
     return p.replan(activations="keep", keep_tokens=tokens)
@@ -234,7 +233,8 @@ def halves(start: int, least: int = 1) -> list[int]:
 def report(p: Plan, hbm_bytes: float, host_bytes: float = 0) -> str:
     """Objects by phase with their formulas, host memory, verdict and largest budgets."""
     w, peaks = p.workload, [p.peak(phase) for phase in ("start-up", "1", "2", "3")]
-    tags = [tag for tag in p.formulas if any(window.bytes.get(tag) for window in peaks)]
+    texts = formulas(p)
+    tags = [tag for tag in texts if any(window.bytes.get(tag) for window in peaks)]
     lines = [
         f"{p.world} GPUs, train TP {p.train_tp}, rollout TP {p.rollout_tp}, {w.dtype}, --overlap {w.overlap}, "
         f"activations {activations_of(p.policy)}",
@@ -244,7 +244,7 @@ def report(p: Plan, hbm_bytes: float, host_bytes: float = 0) -> str:
     ]
     for tag in tags:
         cells = "".join(f"{window.bytes[tag] / GIB:9.2f}" if window.bytes.get(tag) else f"{'':9s}" for window in peaks)
-        lines.append(f"  {tag:21s}{cells}   {p.formulas[tag]}")
+        lines.append(f"  {tag:21s}{cells}   {texts[tag]}")
     lines.append(f"  {'together':21s}" + "".join(f"{window.total / GIB:9.2f}" for window in peaks))
     lines += ["", "windows: " + ", ".join(f"{x.phase} {x.name} {x.total / GIB:.1f}" for x in p.windows), ""]
     host = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in p.host.items() if nbytes)
