@@ -30,7 +30,7 @@ logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 # Before torch is: imports ask whether there is a GPU, and CUDA, which would start for the answer, must not start before
 # sched.share_gpu has set what MPS reads. NVML answers without it.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-gc.disable()  # what imports make stays, and searching it for garbage took a third of the time that they take (measured)
+gc.disable()  # what imports make stays, and searching it for garbage took a third of their time (measured)
 
 import json  # noqa: E402
 import sched  # noqa: E402
@@ -45,20 +45,20 @@ import torch.distributed as dist  # noqa: E402
 import tyro  # noqa: E402
 
 import configs  # noqa: E402
+import data  # noqa: E402
 import memory  # noqa: E402
+import rollout  # noqa: E402
 import settings  # noqa: E402
 import weights  # noqa: E402
 from data import DataConfig  # noqa: E402
 from memory import MemoryConfig  # noqa: E402
 from optimizer import OptimizerConfig  # noqa: E402
 from reward import RewardConfig  # noqa: E402
-from rollout import EngineDied, RolloutConfig  # noqa: E402
+from rollout import RolloutConfig  # noqa: E402
 from run import LOST, Ends, Log, facts, load_checkpoint, prepare_run, save_checkpoint, step_metrics, write_plan  # noqa: E402
 from sizes import require  # noqa: E402
 
-if TYPE_CHECKING:
-    import data
-    import rollout
+if TYPE_CHECKING:  # it imports Megatron, which takes seconds and a dry run does without: train() imports it
     from trainer import Trainer
 
 gc.freeze()
@@ -461,7 +461,7 @@ def evaluate(trainer: "Trainer", step: int) -> dict[str, float]:
 
 
 def train(config: Config, text: str, ends: Ends) -> None:
-    from trainer import Trainer, join  # here, since it imports Megatron, which takes seconds and a dry run does without
+    from trainer import Trainer, join
 
     ranks = join(config)
     ends.connect(ranks)
@@ -551,7 +551,7 @@ def main() -> None:
     except BaseException as error:
         if "closed by peer" in str(error) or "reset by peer" in str(error):  # gloo, when the other end is gone
             ends.fail(LOST, 1)
-        detail = "" if isinstance(error, EngineDied | MemoryError) else "\n" + traceback.format_exc()
+        detail = "" if isinstance(error, rollout.EngineDied | MemoryError) else "\n" + traceback.format_exc()
         ends.fail(f"{type(error).__name__}: {error}{detail}", 1)
 
 
