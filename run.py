@@ -119,15 +119,14 @@ def step_metrics(
         name: sum(r["sums"].get(name, 0.0) for r in replicas) for name in ("loss", "kl", "gap", "clipped", "tokens")
     }
     tokens = max(1.0, total["tokens"])
-    rewards = [reward for r in replicas for _, reward in r["rewards"]]
+    scored = [pair for r in replicas for pair in r["rewards"]]
+    rewards, sources = [reward for _, reward in scored], source_means(scored)
     lengths = [length for r in replicas for length in r["lengths"]]
     scale = tokens if trainer.config.algo.aggregate == "token" else max(1, sum(length > 0 for length in lengths))
     chance = [c for r in replicas for c in r["chance"]]
-    sources = sorted({source for r in replicas for source, _ in r["rewards"]})
-    by_source = {s: [reward for r in replicas for source, reward in r["rewards"] if source == s] for s in sources}
     return {
         "reward_mean": sum(rewards) / len(rewards),
-        **({f"reward/{s}": sum(v) / len(v) for s, v in by_source.items()} if len(sources) > 1 else {}),
+        **({f"reward/{source}": mean for source, mean in sources.items()} if len(sources) > 1 else {}),
         **({"chance": sum(chance) / len(chance)} if len(chance) == trainer.config.prompts else {}),
         "loss": total["loss"] / scale,
         "kl": total["kl"] / tokens,
@@ -154,6 +153,12 @@ def step_metrics(
         "model_flops": sum(r["flops"] for r in replicas),
         "tokens": sum(lengths) + sum(r["prompt_tokens"] for r in replicas),
     }
+
+
+def source_means(scored: list[tuple[str, float]]) -> dict[str, float]:
+    """(source, reward) pairs -> each source's mean reward."""
+    by_source = {source: [r for s, r in scored if s == source] for source in sorted({s for s, _ in scored})}
+    return {source: sum(rewards) / len(rewards) for source, rewards in by_source.items()}
 
 
 def _rank_figures(trainer: "Trainer", groups: list[sched.Group], sums: dict[str, torch.Tensor]) -> dict:

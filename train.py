@@ -55,7 +55,18 @@ from memory import MemoryConfig  # noqa: E402
 from optimizer import OptimizerConfig  # noqa: E402
 from reward import RewardConfig  # noqa: E402
 from rollout import RolloutConfig  # noqa: E402
-from run import LOST, Ends, Log, facts, load_checkpoint, prepare_run, save_checkpoint, step_metrics, write_plan  # noqa: E402
+from run import (  # noqa: E402
+    LOST,
+    Ends,
+    Log,
+    facts,
+    load_checkpoint,
+    prepare_run,
+    save_checkpoint,
+    source_means,
+    step_metrics,
+    write_plan,
+)
 from sizes import require  # noqa: E402
 
 if TYPE_CHECKING:  # it imports Megatron, which takes seconds and a dry run does without: train() imports it
@@ -452,9 +463,8 @@ def evaluate(trainer: "Trainer", step: int) -> dict[str, float]:
     mine = [(sample.source, reward) for (sample, _), reward in zip(pairs, rewards, strict=True)]
     dist.all_gather_object(everyone, mine, group=ranks.everyone)
     scored = [entry for entries in everyone for entry in entries]
-    by_source = {source: [r for s, r in scored if s == source] for source in sorted({s for s, _ in scored})}
     result = {"eval/reward_mean": sum(r for _, r in scored) / len(scored)}
-    return result | {f"eval/{source}": sum(values) / len(values) for source, values in by_source.items()}
+    return result | {f"eval/{source}": mean for source, mean in source_means(scored).items()}
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------
