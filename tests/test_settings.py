@@ -161,3 +161,28 @@ def test_choose_heeds_the_host_and_says_why_it_cannot():
         settings.choose(
             configs.load_config("tiny"), 8, 80 * GIB, 0, Workload(prompts=3, prompt_tokens=64, visual_tokens=0)
         )
+
+
+def test_what_is_chosen_reaches_the_configuration():
+    """Every value lands where its flag would put it: the configuration's plan is the chosen one, and the flags give the
+    values back."""
+    import train
+
+    config = train.Config(model="qwen2.5-vl-7b", dry_run=True)
+    hf_config = configs.load_config(config.model)
+    s = settings.choose(hf_config, 2, 141 * GIB, 0, settings.workload(config), given=dict(activations="offload"))
+    assert s.offload_gib > 0
+    filled = settings.applied(config, s)
+    again = plan.plan(hf_config, 2, filled.train_tp, filled.rollout_tp, settings.workload(filled), filled.memory)
+    assert again.peak_bytes == s.plan.peak_bytes and filled.memory.offload_gib == s.offload_gib
+    values = {
+        "--train-tp": s.train_tp, "--rollout-tp": s.rollout_tp, "--micro-tokens": s.micro_tokens,
+        "--memory.activations": s.activations, "--memory.keep-tokens": s.keep_tokens,
+        "--rollout.kv-cache-gib": s.kv_cache_gib, "--rollout.max-num-seqs": s.max_num_seqs,
+        "--rollout.max-num-batched-tokens": s.max_num_batched_tokens, "--optimizer.chunk-mib": s.chunk_mib,
+    }  # fmt: skip
+    argv = ["--model", config.model, *(str(part) for pair in values.items() for part in pair)]
+    argv += [f"--memory.{'' if getattr(s, name) else 'no-'}{name.replace('_', '-')}" for name in settings.CHOSEN[5:7]]
+    parsed = train.parse(argv)
+    assert settings.given(parsed, train.named_flags(argv)) == {name: getattr(s, name) for name in settings.CHOSEN}
+    assert settings.given(parsed, {"seed"}) == {}
