@@ -482,12 +482,13 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
 
     import data
     import memory
-    import train
+    from run import Log, facts, prepare_run
+    from trainer import Trainer, join
 
-    ranks = train.join(config)
+    ranks = join(config)
     ends.connect(ranks)
     probe = replace(config, data=clip_config(config.data, 4, 56, len(config.data.synthetic_kinds)))
-    run_dir, model_dir = train.prepare_run(probe, ranks)
+    run_dir, model_dir = prepare_run(probe, ranks)
     root = run_dir.parent / "data"
     workloads = size_clips(probe.data, workloads, model_dir, root)
     clips = [clip_config(config.data, w.frames, w.side, config.prompts) for w in workloads]
@@ -496,10 +497,10 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
             data.make_synthetic(root, clip)
     dist.barrier()
     config = replace(config, data=clips[0])
-    log = train.Log(config, run_dir, ranks)
-    ends.trainer = trainer = train.Trainer(config, ranks, run_dir, model_dir)
+    log = Log(config, run_dir, ranks)
+    ends.trainer = trainer = Trainer(config, ranks, run_dir, model_dir)
     ends.timeline, ends.run_dir = trainer.timeline, run_dir
-    log.say(train.facts(trainer))
+    log.say(facts(trainer))
     trainer.freeze_reference()
     log.say(f"engines: waiting until they are ready (log: {run_dir}/engine*.log)")
     trainer.wait_for_engines()
@@ -592,12 +593,12 @@ def _compare(args: Compare, rest: list[str]) -> None:
     if "RANK" not in os.environ:
         raise ValueError("compare starts a trainer on every rank: torchrun --nproc-per-node 2 bench.py compare …")
     config, text, workloads = compare_config(args, rest, int(os.environ["WORLD_SIZE"]))
-    import train
+    from run import Ends
 
     if text and os.environ["RANK"] == "0":
         print(text.rstrip())
 
-    ends = train.Ends(int(os.environ["RANK"]))
+    ends = Ends(int(os.environ["RANK"]))
     try:
         run_compare(args, config, workloads, ends)
     except ValueError as error:

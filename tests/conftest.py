@@ -1,5 +1,6 @@
-"""What several test files share: starting ranks, and the project's root on the path."""
+"""What several test files share: starting ranks and whole runs, and the project's root on the path."""
 
+import json
 import os
 import subprocess
 import sys
@@ -41,6 +42,50 @@ def tritons_interpreter():
         assert done.returncode == 0, done.stderr
 
     return run
+
+
+# ---- whole runs of train.py ------------------------------------------------------------------------------------------
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def leftovers(run_dir: Path) -> list[str]:
+    """Processes of this run, and what it left in /dev/shm."""
+    names = [p.name for p in Path("/dev/shm").glob("*rollplex*")]
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().split(b"\0")
+            environment = (entry.parent / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"ROLLPLEX_TEST_RUN={run_dir}".encode() in environment and any(w.endswith(b".py") for w in words):
+            names.append(b" ".join(words).decode())
+    return names
+
+
+def start(run_dir: Path, *arguments: str, ranks: int = 2) -> subprocess.Popen:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+    ]
+    command += ["--nproc-per-node", str(ranks), str(ROOT / "train.py"), "--run-dir", str(run_dir), *arguments]
+    environment = os.environ | {"ROLLPLEX_TEST_RUN": str(run_dir), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float) -> str:
+    out = process.communicate(timeout=timeout)[0]
+    assert process.returncode == 0, out[-6000:]
+    return out
 
 
 def pytest_collection_modifyitems(items: list) -> None:

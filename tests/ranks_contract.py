@@ -13,6 +13,8 @@ import torch.distributed as dist
 import memory
 import train
 from arena import Arena
+from run import prepare_run
+from trainer import Trainer, join
 
 leaked: list = []  # what a broken step keeps
 allowed_barriers = memory.allowed_barriers
@@ -33,7 +35,7 @@ def unmapped(arena: Arena, region: str):
     arena.acquire(region).copy_(contents)
 
 
-def breaks(trainer: "train.Trainer") -> dict[str, tuple[str, AbstractContextManager]]:
+def breaks(trainer: Trainer) -> dict[str, tuple[str, AbstractContextManager]]:
     """Row -> the barrier that must notice, and a context manager under which a step breaks the row."""
     schedule, actor, reference = trainer.schedule, trainer.actor, trainer.schedule.reference
     prefix_backward, suffix, scoring = actor.prefix_backward, actor.suffix, reference.model.suffix
@@ -67,7 +69,7 @@ def breaks(trainer: "train.Trainer") -> dict[str, tuple[str, AbstractContextMana
     }
 
 
-def breaks_of_state(trainer: "train.Trainer") -> list[tuple[str, AbstractContextManager]]:
+def breaks_of_state(trainer: Trainer) -> list[tuple[str, AbstractContextManager]]:
     """More ways to break the optimizer state's row, whose chunks that are loaded ahead are there at barrier 3 alone."""
     schedule, arena = trainer.schedule, trainer.arena
     collect, load_ahead = schedule._collect, schedule._load_ahead
@@ -87,7 +89,7 @@ def breaks_of_state(trainer: "train.Trainer") -> list[tuple[str, AbstractContext
     ]
 
 
-def check(trainer: "train.Trainer", row: str, barrier: str, broken: AbstractContextManager) -> None:
+def check(trainer: Trainer, row: str, barrier: str, broken: AbstractContextManager) -> None:
     """A broken step stops at its barrier with the object's name; afterwards everything is as it was."""
     text = "no error"
     with broken:
@@ -109,8 +111,8 @@ def main() -> None:
     config = replace(train.TINY, run_dir=sys.argv[1], prompts=4, micro_tokens=256, qkv="split")
     config = replace(config, rollout=replace(config.rollout, n=2, max_new_tokens=8))
     config = replace(config, optimizer=replace(config.optimizer, chunk_mib=0.5, ahead_gib=1 / 1024))
-    ranks = train.join(config)
-    trainer = train.Trainer(config, ranks, *train.prepare_run(config, ranks))
+    ranks = join(config)
+    trainer = Trainer(config, ranks, *prepare_run(config, ranks))
     try:
         trainer.freeze_reference()
         trainer.wait_for_engines()

@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 import memory
 import train
+from run import prepare_run
+from trainer import Trainer, join
 
 
-def run_step(trainer: "train.Trainer", overlap: str, state: dict, position: int) -> dict:
+def run_step(trainer: Trainer, overlap: str, state: dict, position: int) -> dict:
     """One GRPO step from `state` under one schedule; everything that it read and wrote."""
     trainer.arena.acquire("workspace")
     trainer.optimizer.load_state_dict(state)
@@ -67,9 +69,9 @@ def main() -> None:
     ahead_gib = 2.5 / 1024 if policy.chunked_optimizer and policy.state_offload else 0.0
     adam = replace(train.TINY.optimizer, chunk_mib=1.25, ahead_gib=ahead_gib)
     config = replace(config, algo=replace(config.algo, kl_coef=0.1), memory=policy, optimizer=adam, **options)
-    ranks = train.join(config)
-    run_dir, model_dir = train.prepare_run(config, ranks)
-    trainer = train.Trainer(config, ranks, run_dir, model_dir)
+    ranks = join(config)
+    run_dir, model_dir = prepare_run(config, ranks)
+    trainer = Trainer(config, ranks, run_dir, model_dir)
     try:
         check(trainer)
     finally:
@@ -77,7 +79,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def chosen_partitions(trainer: "train.Trainer", state: dict) -> list[tuple[str, dict]]:
+def chosen_partitions(trainer: Trainer, state: dict) -> list[tuple[str, dict]]:
     """Steps with a choice of SMs, which a CPU's streams ignore: the choice, its serial step and what ranks tell each
     other are as on a GPU."""
     partition = trainer.schedule.partition = sched.Partition((0, 8))
@@ -95,7 +97,7 @@ def chosen_partitions(trainer: "train.Trainer", state: dict) -> list[tuple[str, 
     return runs
 
 
-def loading_ahead(trainer: "train.Trainer", state: dict) -> list[tuple[str, dict]]:
+def loading_ahead(trainer: Trainer, state: dict) -> list[tuple[str, dict]]:
     """Steps that load chunks beside the last of three micro-batches, whose prefix waited for it or did not."""
     own, runs = trainer.schedule.policy, [("none, ahead", run_step(trainer, "none", state, 0))]
     starts = {
@@ -110,7 +112,7 @@ def loading_ahead(trainer: "train.Trainer", state: dict) -> list[tuple[str, dict
     return runs
 
 
-def prepared_beforehand(trainer: "train.Trainer", state: dict) -> None:
+def prepared_beforehand(trainer: Trainer, state: dict) -> None:
     """A step whose prompts the one before has given to the engines gives what it gives without that."""
     while not trainer.coming:  # its samples may not all be decoded yet when a step looks
         run_step(trainer, "none", state, 0)
@@ -128,7 +130,7 @@ def prepared_beforehand(trainer: "train.Trainer", state: dict) -> None:
         assert torch.equal(a, b), "prepared prompts: another update"
 
 
-def check(trainer: "train.Trainer") -> None:
+def check(trainer: Trainer) -> None:
     ahead_bytes, trainer.optimizer.ahead_bytes = trainer.optimizer.ahead_bytes, 0  # at first none does
     trainer.freeze_reference()
     for i in range(2):  # move away from the reference, so that the KL term has a gradient

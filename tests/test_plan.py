@@ -1,16 +1,9 @@
-"""plan.py: weights and activations against what is really allocated and saved, peaks against a walk through the step,
-verdicts by planning again.
+"""plan.py: weights against what is really allocated, peaks against a walk through the step, the command line."""
 
-Run under torchrun (by test_formulas_…), the file itself measures: see _measure().
-"""
-
-import json
 import math
-import os
 import resource
 import subprocess
 import sys
-import weakref
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
@@ -19,13 +12,12 @@ import pytest
 import torch
 
 import configs
-import data
-import memory
 import plan
+import settings
+import sizes
 import weights
-from arena import Arena
 from memory import MemoryConfig
-from plan import GIB, Workload
+from sizes import Workload
 
 # ---- weights, and the paper's Table 1 --------------------------------------------------------------------------------
 
@@ -67,204 +59,6 @@ def test_fused_qkv_is_the_papers_case_3():
     assert fused["snapshot"] - split["snapshot"] == pytest.approx(2 * counts[3] / 8, rel=1e-3)
 
 
-# ---- activations -----------------------------------------------------------------------------------------------------
-
-# hidden, MLP, layers, heads, kv heads, vocabulary, tied; vision: depth, hidden, heads, MLP, blocks of full attention
-SHAPES = [
-    (256, 640, 4, 8, 4, 512, False, 3, 64, 2, 160, [1]),
-    (512, 1024, 4, 8, 2, 2048, False, 4, 128, 4, 256, [1, 3]),
-    (384, 1000, 3, 6, 6, 512, True, 2, 96, 3, 200, [0]),
-]
-# grid of the clip or none, prompt tokens, prompts, responses, their tokens
-# four slices; two prompts of two; three slices, of which one rank of two gets two; no media
-STEPS = [((4, 8, 12), 150, 1, 4, 20), ((2, 8, 8), 80, 2, 8, 30), ((3, 8, 8), 90, 1, 4, 20), (None, 200, 1, 2, 60)]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_formulas_equal_what_autograd_saves(ranks, torchrun):
-    """Prefix (also one that keeps only the inputs of the tower's blocks), suffix and boundary of real models of several
-    shapes, FP32 and BF16, fused and split QKV, whole or with layers that keep only their input: within 0.1 %. Token ids
-    and masks are left out, where the ledger counts them too up to 30 bytes a token."""
-    lines = torchrun(Path(__file__), ranks=ranks).stdout.splitlines()
-    measured = [json.loads(line) for line in lines if line.startswith('{"case"')]
-    assert len(measured) == 4 * len(SHAPES) * len(STEPS)
-    for entry in measured:
-        for name in ("prefix", "waiting prefix", "suffix"):
-            assert entry[name][0] == pytest.approx(entry[name][1], rel=1e-3), (name, entry)
-        for name in ("boundary", "frozen boundary"):
-            assert entry[name][0] == entry[name][1], (name, entry)
-        for tag, (planned, counted, tokens) in entry["ledger"].items():
-            assert planned == pytest.approx(counted, rel=1e-3, abs=30 * tokens), (tag, entry)
-
-
-def _config(shape: tuple):
-    hidden, inner, layers, heads, kv, vocab, tied, depth, vision_hidden, vision_heads, vision_inner, full = shape
-    config = configs.load_config("tiny")
-    text, vision, half = config.text_config, config.vision_config, hidden // heads // 2
-    text.hidden_size, text.intermediate_size, text.num_hidden_layers = hidden, inner, layers
-    text.num_attention_heads, text.num_key_value_heads, text.vocab_size = heads, kv, vocab
-    text.rope_parameters["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
-    vision.depth, vision.hidden_size, vision.num_heads, vision.intermediate_size = (
-        depth, vision_hidden, vision_heads, vision_inner,
-    )  # fmt: skip
-    vision.out_hidden_size, vision.fullatt_block_indexes, config.tie_word_embeddings = hidden, full, tied
-    return config
-
-
-def _sample(config, grid: tuple | None, tokens: int, seed: int):
-    generator = torch.Generator().manual_seed(seed)
-    ids, media = torch.randint(60, 300, (tokens,), generator=generator), []
-    if grid is not None:
-        t, h, w = grid
-        ids[1], ids[2 : 2 + math.prod(grid) // 4] = config.vision_start_token_id, config.video_token_id
-        frames = torch.randint(256, (2 * t, 14 * h, 14 * w, 3), generator=generator, dtype=torch.uint8)
-        media = [data.Media("video", frames.numpy(), 2.0)]
-    grids = torch.tensor([m.grid for m in media]).reshape(-1, 3)
-    return data.Sample(0, "", [], ids, media, grids, [1.0] * len(media), "", "", "", [])
-
-
-class _Kept:
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor.detach()  # detached, or an output would hold its own node
-
-
-class _Saved:
-    """Bytes of the distinct storages that autograd has saved inside and still holds, without those of `known`
-    tensors, ids and masks."""
-
-    def __init__(self, known: list[torch.Tensor]):
-        self.known, self.held = {t.untyped_storage().data_ptr() for t in known}, weakref.WeakSet()
-
-    def __enter__(self):
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor)
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exc):
-        self._hooks.__exit__(*exc)
-
-    def _pack(self, tensor: torch.Tensor):
-        kept = _Kept(tensor)
-        self.held.add(kept)
-        return kept
-
-    @property
-    def nbytes(self) -> int:
-        tensors = [k.tensor for k in self.held if k.tensor.is_floating_point()]
-        return _distinct_bytes([t for t in tensors if t.untyped_storage().data_ptr() not in self.known])
-
-
-def _distinct_bytes(tensors: list[torch.Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def _measure() -> None:
-    """One rank: print, for each shape and step, what was planned and what was saved."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    import model as models
-
-    torch.set_num_threads(1)
-    memory.answer_cuda_queries()
-    dist.init_process_group("gloo")
-    world, rank = dist.get_world_size(), dist.get_rank()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
-    for (i, shape), dtype in product(enumerate(SHAPES), ("float32", "bfloat16")):
-        config, qkv = _config(shape), ("fused", "split")[i % 2]
-        layout = weights.layout(config, world, 1, qkv, getattr(torch, dtype))
-        arena = Arena({"snapshot": layout.nbytes, "fused_qkv": max(512, weights.fused_nbytes(layout))})
-        regions = arena.acquire("snapshot"), arena.acquire("fused_qkv")
-        snapshot = weights.Snapshot(layout, rank, *regions, dist.group.WORLD)
-        weights.init_random(snapshot, 0, config)
-        model = models.QwenVL(config, getattr(torch, dtype), qkv)
-        model.bind({s.name: s.parameter(snapshot.flat(s)) for s in snapshot.shards}, requires_grad=True)
-        for step, model.recompute_layers in product(STEPS, (False, True)):
-            case = {"case": [i, dtype, qkv, *step, model.recompute_layers]}
-            entry = case | _measure_step(config, model, arena, regions, step, dtype, qkv)
-            if rank == 0:
-                print(json.dumps(entry), flush=True)
-    dist.destroy_process_group()
-
-
-def _measure_step(config, model, arena, regions: tuple, step: tuple, dtype: str, qkv: str) -> dict:
-    grid, tokens, prompts, n, s = step
-    tp, visual = int(os.environ["WORLD_SIZE"]), math.prod(grid) // 4 if grid else 0
-    one = grid[1] * grid[2] // 4 if grid else 1
-    together = prompts * max(tokens, n * s)
-    w = Workload(prompts, n, tokens, visual, s, together, one, dtype=dtype, qkv=qkv, device="cpu")
-    samples = [_sample(config, grid, tokens, i) for i in range(prompts)]
-    responses = [torch.randint(60, 300, (n, s)) for _ in samples]
-    known, lengths = [*regions, model.logit_bias], [[s] * n for _ in samples]
-    with _Saved(known) as in_prefix:
-        prefix = model.prefix(samples)
-    with _Saved([*known, *prefix.leaves()]) as in_suffix:
-        kept = model.suffix(prefix, responses, lengths, 1.0)
-    with _Saved(known) as in_waiting:
-        waiting = model.prefix(samples, recompute_vision=True)
-    with torch.no_grad():
-        frozen = model.prefix(samples)
-    again = model.recompute_layers
-    planned = plan.prefix_bytes(config, w, tp, again), n * s * plan.suffix_token_bytes(config, w, tp, again)
-    planned += (plan.boundary_bytes(config, w, tp),) * 2 + (plan.prefix_bytes(config, w, tp, again, True),)
-    assert waiting.attached
-    assert all(own.requires_grad for own in kept)  # still there while counting
-    counted = in_prefix.nbytes, in_suffix.nbytes, _distinct_bytes(prefix.leaves()), _distinct_bytes(frozen.leaves())
-    counted = _most((*counted, in_waiting.nbytes))
-    names = "prefix", "suffix", "boundary", "frozen boundary", "waiting prefix"
-    found = {k: (prompts * p, c) for k, p, c in zip(names, planned, counted, strict=True)}
-    return found | {"ledger": _through_the_ledger(config, model, arena, samples, responses, w, tp)}
-
-
-def _through_the_ledger(config, model, arena, samples: list, responses: list, w: Workload, tp: int) -> dict:
-    """The same by the runtime's own count, under the tags of its memory log, in the window that plan() has for it; and
-    what there is at most in either backward. With the tokens whose ids may be among it."""
-    ledger = memory.Ledger()
-    saved = memory.SavedTensors(ledger, arena)
-    with saved.counted("prefix_activations"):
-        prefix = model.prefix(samples)
-    for leaf in prefix.leaves():
-        ledger.track("actor_boundary", leaf, leaf)
-    with saved.counted("suffix_activations"):
-        kept = model.suffix(prefix, responses, [[w.response_tokens] * w.n for _ in samples], 1.0)
-    held = ledger.held()
-    p = plan.plan(config, tp, tp, 1, w, MemoryConfig("keep", recompute_layers=model.recompute_layers))
-    windows = {x.name: x.bytes for x in p.windows}
-    tokens = dict(prefix_activations=w.prompts * w.prompt_tokens, actor_boundary=0)
-    tokens["suffix_activations"] = w.prompts * w.n * w.response_tokens
-    found = {tag: (windows["actor suffix"][tag], held[tag], tokens[tag]) for tag in tokens}
-    for name, tag in (("suffix", "suffix_activations"), ("prefix", "prefix_activations")):
-        ledger.enter(f"{name} backward")
-        with saved.counted(tag):
-            if name == "suffix":
-                sum(own.sum() for own in kept).backward()
-            else:
-                model.prefix_backward(prefix)
-        planned = max(windows[x].get(tag, 0) for x in (f"actor {name}", f"{name} backward") if x in windows)
-        found[f"{name} backward"] = planned, ledger.peaks[f"{name} backward"][tag], tokens[tag]
-    most = _most([counted for _, counted, _ in found.values()])
-    return {name: (planned, m, t) for (name, (planned, _, t)), m in zip(found.items(), most, strict=True)}
-
-
-def _most(counted) -> list[int]:
-    """Of any rank: they encode different media."""
-    import torch.distributed as dist
-
-    most = torch.tensor(counted)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return most.tolist()
-
-
-def test_device_changes_only_what_its_kernels_save():
-    """A fused RMSNorm keeps its input in the model's dtype and nothing normalised; flash attention over windows writes
-    one output. Everything else is the same on both."""
-    config = configs.load_config("qwen2.5-vl-7b")
-    cpu, gpu = Workload(device="cpu", prompt_tokens=2, visual_tokens=0), Workload(prompt_tokens=2, visual_tokens=0)
-    norms, hidden = 2 * 27 + 1, 3584
-    assert plan.prefix_bytes(config, cpu, 1) - plan.prefix_bytes(config, gpu, 1) == norms * (8 - 2) * hidden
-    assert plan.vision_bytes(config, cpu) - plan.vision_bytes(config, gpu) == (65 * 6 + 32 * 2) * 1280
-
-
 # ---- windows ---------------------------------------------------------------------------------------------------------
 
 
@@ -273,13 +67,13 @@ def _walk(p: plan.Plan, state: dict) -> dict[str, int]:
     no temporaries. Under "later" the peak around prefixes that could not wait beside decode."""
     w, policy, peaks, held = p.workload, p.policy, {}, {}
     groups, mb = w.prompts * p.train_tp // p.world, max(1, w.micro_tokens // w.prompt_tokens)
-    sizes = [min(mb, groups - i) for i in range(0, groups, mb)]
+    batches = [min(mb, groups - i) for i in range(0, groups, mb)]
     config, tp, kind, again = p.hf_config, p.train_tp, policy.activations, policy.recompute_layers
-    edge, saved = plan.boundary_bytes(config, w, tp), plan.prefix_bytes(config, w, tp, again)
+    edge, saved = sizes.boundary_bytes(config, w, tp), sizes.prefix_bytes(config, w, tp, again)
     held_twice = 0 if again else edge * 27 // 28
-    waiting = plan.prefix_bytes(config, w, tp, again, policy.recompute_vision) - held_twice
+    waiting = sizes.prefix_bytes(config, w, tp, again, policy.recompute_vision) - held_twice
     most, ahead = (kind == "keep" and policy.keep_tokens) or groups * w.prompt_tokens, w.overlap == "prefix"
-    waits = [ahead and sum(sizes[: i + 1]) * w.prompt_tokens <= most for i in range(len(sizes))]
+    waits = [ahead and sum(batches[: i + 1]) * w.prompt_tokens <= most for i in range(len(batches))]
 
     def put(phase: str, tag: str, nbytes: int) -> None:
         held[tag] = held.get(tag, 0) + nbytes
@@ -313,34 +107,34 @@ def _walk(p: plan.Plan, state: dict) -> dict[str, int]:
         put("1", "rollout_kv", p.kv_bytes)
     if ahead:
         reference("1", +1)
-        for size in sizes:
+        for size in batches:
             put("1", "reference_boundary", size * edge)
         reference("1", -1)
-        for size in (size for size, beside in zip(sizes, waits, strict=True) if beside):
+        for size in (size for size, beside in zip(batches, waits, strict=True) if beside):
             prefix("1", size, waiting)
     if policy.engine_release:
         put("2", "rollout_kv", -p.kv_bytes)
         del peaks["2"]
     put("2", "logprobs", groups * w.n * w.response_tokens * 17)
     reference("2", +1)
-    for size in sizes:
+    for size in batches:
         if not ahead:
             put("2", "reference_boundary", size * edge)
         put("2", "reference_boundary", -size * edge)
     reference("2", -1)
     put("2", "gradient", state["gradient"])
-    for i, (size, beside) in enumerate(zip(sizes, waits, strict=True)):
+    for i, (size, beside) in enumerate(zip(batches, waits, strict=True)):
         phase, kept = "later" if ahead and not beside else "2", waiting if beside else saved - held_twice
-        if i == len(sizes) - 1:
+        if i == len(batches) - 1:
             put(phase, "chunks", state["chunks"])  # loaded ahead
         if not beside:
             prefix(phase, size, kept)
-        suffixes(phase, size, plan.suffix_token_bytes(config, w, tp, again))
+        suffixes(phase, size, sizes.suffix_token_bytes(config, w, tp, again))
         if again:
-            suffixes(phase, size, plan.suffix_again_token_bytes(config, w, tp))
+            suffixes(phase, size, sizes.suffix_again_token_bytes(config, w, tp))
         second = saved + edge // (1 if again else 28)  # keys and values too, in all layers or in the last
         consumed = 0 if kind == "keep" else size * (state["layer"] if kind == "offload" else second)
-        consumed += size * plan.prefix_again_bytes(config, w, tp) if again and kind != "offload" else 0
+        consumed += size * sizes.prefix_again_bytes(config, w, tp) if again and kind != "offload" else 0
         put(phase, "prefix_activations", consumed)
         put(phase, "prefix_activations", -consumed - (size * kept if kind == "keep" else 0))
         put(phase, "actor_boundary", -size * edge)
@@ -359,7 +153,7 @@ def _state(config, w: Workload, off: str | None = None, kv_bytes: int = 0) -> di
     tags = {"engine_release": "rollout_kv", "reference_paging": "reference", "weight_sharing": "engine_weights"}
     tag = (tags | {"state_offload": "optimizer_state"}).get(off)
     # What one layer saves; of eight slices of 128 tokens, or of five, a rank of four has two.
-    layer = max(999 * plan.layer_bytes(plan._dims(config, 4), w), 4 * 256 * plan.vision_bytes(config, w) // 32)
+    layer = max(999 * sizes.layer_bytes(sizes.dims(config, 4), w), 4 * 256 * sizes.vision_bytes(config, w) // 32)
     state = dict(snapshot=layout.nbytes + weights.fused_nbytes(layout), gradient=4 * numel, reference=2 * numel)
     slot = int(w.chunk_mib * 2**20) // (32 * 12) * 32 * 12  # 12 bytes a parameter, in multiples of 32
     ahead = min(int(w.ahead_gib * 2**30) // slot, math.ceil(12 * numel / slot) - 3)
@@ -428,8 +222,8 @@ def test_short_prompts_that_are_all_media_fit_into_what_is_planned():
             assert few.total <= many.total, (policy, overlap, micro_tokens, few.name)
     w = Workload(micro_tokens=8192)
     backward = plan.plan(config, 2, 2, 1, w, MemoryConfig("recompute")).windows[-2].bytes["prefix_activations"]
-    media = plan.prefix_bytes(config, replace(w, visual_tokens=4096), 2)
-    assert backward == 2 * media + 2 * plan.boundary_bytes(config, w, 2) // 28
+    media = sizes.prefix_bytes(config, replace(w, visual_tokens=4096), 2)
+    assert backward == 2 * media + 2 * sizes.boundary_bytes(config, w, 2) // 28
 
 
 @pytest.mark.parametrize("overlap", ["none", "prefix"])
@@ -473,265 +267,14 @@ def test_every_policy_makes_some_window_smaller():
     )
 
 
-# ---- verdict, budgets, defaults --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "changes, message, change",
-    [
-        (dict(activations="keep"), "phase 1 (actor prefix)", "--memory.activations recompute"),
-        (dict(state_offload=False), "phase start-up", "without --memory.no-state-offload"),
-        (dict(chunked_optimizer=False), "phase start-up (engine and opt", "without --memory.no-chunked-optimizer"),
-        (dict(engine_release=False), "phase 2", "without --memory.no-engine-release"),
-        (dict(micro_tokens=32768), "the first object beyond is suffix_activations", "--micro-tokens 8192"),
-        (dict(response_tokens=16384, kv_cache_gib=9.0), "suffix_activations", "--memory.recompute-layers"),
-        (dict(prompt_tokens=16384, visual_tokens=16000), "is prefix_activations", "--memory.recompute-layers"),
-        (dict(prompts=256), "is actor_boundary", ""),
-        (dict(kv_cache_gib=70.0), "the first object beyond is rollout_kv", "a smaller KV cache"),
-    ],
-)
-def test_the_cheapest_change_really_fits(changes, message, change):
-    """On a GPU that has just room without the changes: the verdict names what does not fit, and its fixed plan, planned
-    again from scratch, does."""
-    config = configs.load_config("qwen2.5-vl-32b")
-    p = plan.plan(config, 8, 8, 4, Workload(), MemoryConfig(activations="recompute"))
-    limit, p = p.peak_bytes, p.replan(**changes)
-    judged = plan.verdict(p, limit)
-    assert not judged.fits and p.peak_bytes > limit and message in judged.text
-    fixed = judged.fixed
-    again = plan.plan(config, fixed.world, fixed.train_tp, fixed.rollout_tp, fixed.workload, fixed.policy)
-    assert again.peak_bytes == fixed.peak_bytes <= limit
-    assert f"Cheapest change: {change}" in judged.text
-
-
-def test_no_needless_change_is_named():
-    """Of several changes none could be left out; a policy that is off is switched on before anything that costs."""
-    config = configs.load_config("qwen2.5-vl-32b")
-    p = plan.plan(config, 8, 8, 4, Workload(), MemoryConfig(activations="recompute", weight_sharing=False))
-    changes, _ = plan.cheapest(p, p.peak_bytes - 1)
-    assert [change.text for change in changes] == ["without --memory.no-weight-sharing"]
-    p = p.replan(weight_sharing=True)
-    for limit in range(60, 81):  # at some of them the KV cache is made smaller, and then need not have been
-        for q in (p.replan(kv_cache_gib=34.0), p.replan(activations="keep", micro_tokens=32768, kv_cache_gib=60.0)):
-            changes, fixed = plan.cheapest(q, limit * GIB)
-            assert plan.fits(fixed, limit * GIB)
-            for change in changes:
-                fewer = plan._make(q, [other for other in changes if other is not change])
-                assert fewer is None or not plan.fits(fewer, limit * GIB), f"{change.text} was not needed"
-
-
-def test_verdict_counts_the_host_and_says_when_nothing_helps():
-    config = configs.load_config("qwen2.5-vl-7b")
-    p = plan.plan(config, 2, 2, 1, Workload(), MemoryConfig(activations="recompute"))
-    good = plan.verdict(p, 141 * GIB)
-    assert good.fits and good.text.startswith("fits: ") and good.fixed is p
-    assert "a host needs" in plan.verdict(p, 141 * GIB, 64 * GIB).text
-    assert plan.verdict(p, 1 * GIB) == plan.Verdict(False, plan.verdict(p, 1 * GIB).text, None)
-    assert "No change known here" in plan.verdict(p, 1 * GIB).text
-    tight = plan.verdict(p, p.peak_bytes * 1.01)
-    assert tight.fits and "less than the 5% to keep in reserve" in tight.text
-
-
-def test_budgets_are_the_largest_that_fit():
-    config, limit = configs.load_config("qwen2.5-vl-7b"), 141 * GIB
-    p = plan.plan(config, 2, 2, 1, Workload(), MemoryConfig(activations="recompute"))
-    most = plan.budgets(p, limit)
-
-    def peak(**changes) -> int:
-        smallest = plan.kv_bytes(config, replace(p.workload, **changes), 1, 8) / GIB
-        return p.replan(**({"kv_cache_gib": smallest} | changes)).peak_bytes
-
-    for fields_of, step in (
-        (lambda x: dict(prompt_tokens=int(most["prompt"] + x)), 1),
-        (lambda x: dict(prompt_tokens=int(most["visual"] + x), visual_tokens=int(most["visual"] + x)), 1),
-        (lambda x: dict(response_tokens=int(most["response"] + x)), 1),
-        (lambda x: dict(kv_cache_gib=most["kv_gib"] + x), 0.25),
-    ):
-        assert peak(**fields_of(0)) <= limit < peak(**fields_of(step))
-    assert set(plan.budgets(p, 1 * GIB).values()) == {0}
-
-
-@pytest.mark.parametrize(
-    "name, world, gib",
-    [("3b", 1, 141), ("3b", 4, 80), ("7b", 2, 80), ("7b", 2, 141), ("32b", 8, 80), ("32b", 8, 141), ("72b", 16, 141)],
-)
-def test_choose_fits_and_no_smaller_rollout_degree_does(name, world, gib):
-    config = configs.load_config(f"qwen2.5-vl-{name}")
-    s = plan.choose(config, world, gib * GIB, 0, Workload())
-    w = replace(
-        Workload(), micro_tokens=s.micro_tokens, kv_cache_gib=s.kv_cache_gib, max_num_seqs=s.max_num_seqs,
-        max_num_batched_tokens=s.max_num_batched_tokens, chunk_mib=s.chunk_mib,
-    )  # fmt: skip
-    policy = MemoryConfig(activations=s.activations, keep_tokens=s.keep_tokens, recompute_vision=s.recompute_vision)
-    again = plan.plan(config, world, s.train_tp, s.rollout_tp, w, policy)
-    assert again.peak_bytes == s.plan.peak_bytes <= gib * GIB * (1 - plan.RESERVE)
-    assert set(s.reasons) >= {f.name for f in fields(s)} - {"plan", "reasons", "offload_gib"}
-    for train_tp, rollout_tp in product([1, 2, 4, 8], repeat=2):
-        if rollout_tp < s.rollout_tp and train_tp % rollout_tp == 0 and world % train_tp == 0:
-            smallest = Workload(micro_tokens=2048, max_num_seqs=8, max_num_batched_tokens=4096)
-            try:
-                p = plan.plan(config, world, train_tp, rollout_tp, smallest, MemoryConfig(activations="recompute"))
-            except ValueError:
-                continue  # more degrees than key/value heads
-            assert p.peak_bytes > gib * GIB * (1 - plan.RESERVE)
-
-
-def test_choose_takes_the_papers_degrees_where_its_model_just_fits():
-    """Where rollout TP 2 just does not fit any more, however small passes and KV cache are."""
-    config, smallest = configs.load_config("qwen2.5-vl-32b"), Workload(micro_tokens=2048, max_num_seqs=8)
-    p = plan.plan(config, 8, 8, 2, smallest, MemoryConfig(activations="recompute"))
-    limit = math.ceil(p.peak_bytes / (1 - plan.RESERVE))
-    assert 75 * GIB < limit < 80 * GIB
-    s = plan.choose(config, 8, limit, 0, Workload())
-    assert (s.train_tp, s.rollout_tp, s.activations, s.micro_tokens) == (8, 2, "recompute", 2048)
-    s = plan.choose(config, 8, limit - 2, 0, Workload())
-    assert (s.train_tp, s.rollout_tp, s.activations, s.keep_tokens) == (8, 4, "keep", 4096)  # one prompt
-    tight = s.plan.peak_bytes / (1 - plan.RESERVE / 2)  # would fit, but into half of the reserve
-    assert plan.choose(config, 8, tight, 0, Workload()).plan.peak_bytes <= tight * (1 - plan.RESERVE)
-
-
-def test_layers_are_computed_again_only_where_nothing_fits_without():
-    """12k prompts with 32B on 8 x 80 GiB: not without it at any degree. The paper's 8k prompt and 2k response do."""
-    config, w = configs.load_config("qwen2.5-vl-32b"), Workload(prompt_tokens=12288, response_tokens=2048)
-    s = plan.choose(config, 8, 80 * GIB, 0, w)
-    assert (s.train_tp, s.activations, s.recompute_layers) == (8, "recompute", True)
-    assert "nothing fits without" in s.reasons["recompute_layers"]
-    for rollout_tp, kind in product([1, 2, 4, 8], ["keep", "recompute"]):
-        policy, smallest = MemoryConfig(kind), replace(w, max_num_seqs=8, micro_tokens=2048)
-        assert plan.plan(config, 8, 8, rollout_tp, smallest, policy).peak_bytes > 80 * GIB * (1 - plan.RESERVE)
-    assert not plan.choose(config, 8, 80 * GIB, 0, replace(w, prompt_tokens=8192)).recompute_layers
-    given = plan.choose(config, 8, 80 * GIB, 0, Workload(), MemoryConfig(recompute_layers=True))
-    assert given.recompute_layers and given.plan.policy.recompute_layers
-    p = plan.plan(config, 8, 8, 4, w, MemoryConfig(activations="recompute"))
-    changes, fixed = plan.cheapest(p, 80 * GIB)
-    assert [change.text for change in changes] == ["--memory.recompute-layers"] and fixed.policy.recompute_layers
-
-
-def test_the_vision_tower_is_computed_again_before_fewer_prompts_are_kept():
-    p = plan.plan(configs.load_config("qwen2.5-vl-7b"), 2, 2, 1, Workload(), MemoryConfig())
-    limit = p.replan(recompute_vision=True).peak_bytes
-    changes, fixed = plan.cheapest(p.replan(chunk_mib=16.0, kv_cache_gib=1.0), limit)
-    assert [change.text for change in changes] == ["--memory.recompute-vision"] and fixed.policy.recompute_vision
-
-
-def test_choose_keeps_as_many_prompts_as_fit():
-    config, w = configs.load_config("qwen2.5-vl-7b"), Workload(prompt_tokens=1500, response_tokens=600)
-    s = plan.choose(config, 2, 141 * GIB, 0, w, given=dict(train_tp=2))
-    assert s.activations == "keep" and s.keep_tokens % 1500 == 0 and s.keep_tokens >= s.micro_tokens
-    assert s.plan.policy.keep_tokens == s.keep_tokens < 32 * 1500
-    room = 141 * GIB * (1 - plan.RESERVE)
-    assert s.plan.peak_bytes <= room < s.plan.replan(keep_tokens=s.keep_tokens + 1500).peak_bytes
-    assert f"{s.keep_tokens // 1500} of the 32 prompts" in s.reasons["keep_tokens"]
-    assert s.recompute_vision  # so more of them: with the tower's activations too
-    whole = plan.choose(config, 2, 141 * GIB, 0, w, given=dict(train_tp=2, recompute_vision=False))
-    assert not whole.recompute_vision and 1.5 * whole.keep_tokens < s.keep_tokens
-    some = plan.choose(config, 2, 141 * GIB, 0, replace(w, prompts=18), given=dict(train_tp=2))
-    assert (some.activations, some.keep_tokens, some.recompute_vision) == ("keep", 0, True)  # all of them
-    text = plan.choose(config, 2, 141 * GIB, 0, replace(w, visual_tokens=0), given=dict(train_tp=2))
-    assert not text.recompute_vision  # there is nothing to spare
-    few = plan.choose(config, 2, 141 * GIB, 0, replace(w, prompts=8), given=dict(train_tp=2))
-    assert (few.activations, few.keep_tokens) == ("keep", 0)  # all of them
-    serial = plan.choose(config, 2, 141 * GIB, 0, replace(w, overlap="none"), given=dict(train_tp=2))
-    assert (serial.activations, serial.keep_tokens) == ("keep", 0)  # one micro-batch at a time
-
-
-def test_chunks_are_loaded_ahead_only_where_that_is_asked_for():
-    config, w = configs.load_config("qwen2.5-vl-7b"), Workload(prompt_tokens=1500, response_tokens=600)
-    plain, asked = (plan.choose(config, 2, 141 * GIB, 0, replace(w, ahead_gib=gib)).plan for gib in (0.0, 40.0))
-    assert (plain.workload.ahead_gib, asked.workload.ahead_gib) == (0, 40)
-    ahead = asked.peak("3").bytes["optimizer_state"] - plain.peak("3").bytes["optimizer_state"]
-    assert 39 * GIB < ahead <= 40 * GIB and asked.peak_bytes <= 141 * GIB * (1 - plan.RESERVE)
-    for name in ("state_offload", "chunked_optimizer"):
-        with pytest.raises(ValueError, match="--ahead-gib 2.0: expected 0: no chunks come from the host"):
-            plan.plan(config, 2, 2, 1, replace(w, ahead_gib=2.0), MemoryConfig(**{name: False}))
-
-
-def test_loading_ahead_is_given_up_first():
-    config = configs.load_config("qwen2.5-vl-7b")
-    p = plan.plan(config, 2, 2, 1, Workload(ahead_gib=40.0), MemoryConfig(activations="recompute"))
-    less = p.replan(ahead_gib=0.0)
-    assert less.peak_bytes < p.peak_bytes
-    changes, fixed = plan.cheapest(p, less.peak_bytes)
-    assert [change.text for change in changes] == ["--optimizer.ahead-gib 0"] and fixed.peak_bytes == less.peak_bytes
-
-
-def test_choose_leaves_what_is_given():
-    """Every value as it is, in the plan too; the rest follows from it."""
-    config, w = configs.load_config("qwen2.5-vl-7b"), Workload(prompt_tokens=1500, response_tokens=600)
-    free = plan.choose(config, 2, 141 * GIB, 0, w)
-    assert free.train_tp == 1 and "as given" not in free.reasons.values()
-
-    def chosen(**given) -> plan.Settings:
-        s = plan.choose(config, 2, 141 * GIB, 0, w, given=given)
-        for name, value in given.items():
-            assert getattr(s, name) == value and s.reasons[name] == "as given"
-            owner = next(x for x in (s.plan, s.plan.workload, s.plan.policy) if hasattr(x, name))
-            assert getattr(owner, name) == value
-        assert [name for name, reason in s.reasons.items() if reason == "as given"] == [
-            n for n in s.reasons if n in given
-        ]
-        return s
-
-    s = chosen(train_tp=2, rollout_tp=1)  # with the settings for train TP 1 most of the memory would stay empty
-    p = s.plan.replan(**{name: getattr(free, name) for name in ("micro_tokens", "activations", "keep_tokens")})
-    assert s.plan.peak_bytes > p.peak_bytes and s.plan.peak_bytes > 0.9 * (1 - plan.RESERVE) * 141 * GIB
-    chosen(rollout_tp=2)
-    chosen(activations="recompute", max_num_seqs=24, kv_cache_gib=3.3, max_num_batched_tokens=6000, chunk_mib=32.0)
-    assert chosen(micro_tokens=3000).max_num_seqs == free.max_num_seqs
-    assert chosen(keep_tokens=6000, micro_tokens=3000).activations == "keep"
-    assert chosen(activations="keep", train_tp=2).keep_tokens > 0
-    assert chosen(activations="offload").offload_gib > 0
-    assert chosen(recompute_layers=True).activations == "keep"  # of a layer only its input
-    assert plan.choose(config, 2, 141 * GIB, 0, w, given=dict(train_tp=0)).train_tp == 2
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        (dict(train_tp=3), "--train-tp 3: expected a divisor of 2 GPUs"),
-        (dict(train_tp=1, rollout_tp=2), "--train-tp 1 must be a positive multiple of --rollout-tp 2"),
-        (dict(rollout_tp=0), "--rollout-tp 0: expected 1 or more"),
-        (dict(micro_tokens=0), "--micro-tokens 0: expected 1 or more"),
-        (dict(keep_tokens=-1), "--memory.keep-tokens -1"),
-        (dict(activations="keep", keep_tokens=0, recompute_layers=False), "nearest is .* keep, which does not fit"),
-        (dict(kv_cache_gib=140.0), "does not fit: .* rollout_kv"),
-    ],
-)
-def test_choose_says_why_it_cannot_leave_what_is_given(given, message):
-    config, w = configs.load_config("qwen2.5-vl-7b"), Workload(prompt_tokens=1500, response_tokens=600)
-    with pytest.raises(ValueError, match=message):
-        plan.choose(config, 2, 141 * GIB, 0, w, given=given)
-
-
-def test_keeping_fewer_prompts_is_named_before_keeping_none():
-    config = configs.load_config("qwen2.5-vl-7b")
-    p = plan.plan(config, 2, 2, 1, Workload(), MemoryConfig(recompute_vision=True))
-    half = p.replan(keep_tokens=16 * 4096).peak_bytes
-    for limit, tokens in ((half, 16 * 4096), (half - 1, 8 * 4096)):
-        changes, fixed = plan.cheapest(p.replan(chunk_mib=16.0, kv_cache_gib=1.0), limit)
-        assert [change.text for change in changes] == [f"--memory.keep-tokens {tokens}"]
-        assert fixed.policy.keep_tokens == tokens
-
-
 def test_offloading_needs_room_on_the_host_for_what_waits():
     """Of all groups when prefixes run ahead, else of a micro-batch."""
     config, policy = configs.load_config("qwen2.5-vl-7b"), MemoryConfig(activations="offload")
     ahead = plan.plan(config, 2, 2, 1, Workload(visual_tokens=0, micro_tokens=8192), policy)
     serial = ahead.replan(overlap="none")
-    one = plan.OFFLOAD_FACTOR * plan.prefix_bytes(config, ahead.workload, 2)
+    one = plan.OFFLOAD_FACTOR * sizes.prefix_bytes(config, ahead.workload, 2)
     assert ahead.host["offloaded activations"] == pytest.approx(32 * one)
     assert serial.host["offloaded activations"] == pytest.approx(2 * one)
-
-
-def test_choose_heeds_the_host_and_says_why_it_cannot():
-    config = configs.load_config("qwen2.5-vl-7b")
-    wide = plan.choose(config, 8, 141 * GIB, 0, Workload())
-    narrow = plan.choose(config, 8, 141 * GIB, wide.plan.host_bytes - GIB, Workload())
-    assert narrow.train_tp > wide.train_tp and narrow.plan.host_bytes < wide.plan.host_bytes
-    with pytest.raises(ValueError, match="1 GPU of 40 GiB.*nearest is train TP 1.*does not fit: phase"):
-        plan.choose(config, 1, 40 * GIB, 0, Workload())
-    with pytest.raises(ValueError, match="--prompts 3: expected a multiple of the 8 replicas|does not divide"):
-        plan.choose(configs.load_config("tiny"), 8, 80 * GIB, 0, Workload(prompts=3, prompt_tokens=64, visual_tokens=0))
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------
@@ -747,10 +290,10 @@ def test_command_line_answers_fast_and_needs_neither_megatron_nor_vllm():
     done = _run("--model", "qwen2.5-vl-32b", "--train-tp", "8", "--rollout-tp", "4")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert done.returncode == 0 and seconds < 15, (
+    assert done.returncode == 0 and seconds < 10, (
         seconds,
         done.stderr,
-    )  # of a core: 4.5; a shared machine takes longer
+    )  # of a core: 3.2; a shared machine takes longer
     for text in (
         "actor: FP32 Adam moments",
         "prefix_activations",
@@ -759,7 +302,7 @@ def test_command_line_answers_fast_and_needs_neither_megatron_nor_vllm():
         "host, GiB",
     ):
         assert text in done.stdout
-    check = "import sys, plan; sys.exit(any(m.partition('.')[0] in ('megatron', 'vllm') for m in sys.modules))"
+    check = "import sys, settings; sys.exit(any(m.partition('.')[0] in ('megatron', 'vllm') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", check], cwd=Path(plan.__file__).parent).returncode == 0
 
 
@@ -783,7 +326,7 @@ def test_what_is_not_at_its_default_is_as_given(capsys):
 def test_table_is_markdown(capsys):
     plan.main(["--table"])
     rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 2 + sum(len(counts) for counts in plan.COUNTS.values())
+    assert len(rows) == 2 + sum(len(counts) for counts in settings.COUNTS.values())
     assert all(row.count("|") == 6 for row in rows)
 
 
@@ -819,7 +362,3 @@ def test_help_explains_every_field(capsys):
         if name not in ("workload", "memory"):
             flag = name.replace("_", "-")
             assert f"--{flag} " in text or f"--no-{flag} " in text, name
-
-
-if __name__ == "__main__":
-    _measure()
