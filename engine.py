@@ -60,7 +60,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memory
 import weights
 from arena import Arena, align, attach
-from rollout import FORBIDDEN_BIAS, Interval, Request, Response, Setup, Stats
+from rollout import FORBIDDEN_BIAS, Interval, Request, Response, Setup, Stats, receive_message
 
 HEARTBEAT_S = 2.0  # a generating engine reports at least this often, so that silence means trouble
 AHEAD = 16  # prompt groups preprocessed before their turn; each holds its pixels, 27 MB for 1500 tokens
@@ -166,7 +166,7 @@ class Engine:
 
     def _read(self) -> None:
         try:
-            while (command := self.connection.recv()) != ("stop",) or self.running:
+            while (command := receive_message(self.connection)) != ("stop",) or self.running:
                 self.commands.put(command)
             os._exit(0)  # told to stop while still building, which nothing can interrupt
         except (EOFError, OSError):

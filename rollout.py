@@ -39,6 +39,7 @@ sends as engine.Engine does.
 
 import contextlib
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -47,6 +48,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -240,7 +242,8 @@ class EngineClient:
         self._last_heard, self._last_message, self._reason = time.monotonic(), "none", ""
         self._ready: dict[str, Any] | None = None
         self._order: dict[str, int] = {}  # request id -> position, for the order of wait()
-        self._prepared: dict[str, Request] = {}  # whose prompts the engine has already
+        self._prepared: dict[str, Request] = {}  # whose prompts the engine has already, or is being sent
+        self._sender, self._preparing = futures.ThreadPoolExecutor(1, f"engine {engine} sender"), None
         self._calls, self._phase, self._started = 0, "start", time.monotonic()
         self._funeral = threading.RLock()  # one thread at a time ends the engine; reentrant for signal handlers
         self._died: EngineDied | None = None
@@ -268,7 +271,10 @@ class EngineClient:
         objects and must not be written to in between; all else of it may differ. What that call does not use is
         dropped, and so is what an earlier prepare() left. Weights, KV cache and running requests are not touched.
         """
-        self._send(("prepare", [_plain(request) for request in requests]))
+        self._raise_if_gone()
+        self._settle()
+        message = "prepare", [_plain(request) for request in requests]
+        self._preparing = self._sender.submit(self._send_now, message)  # as fast as the engine reads it
         self._prepared = {request.id: request for request in requests}
 
     def generate(self, requests: Sequence[Request]) -> None:
@@ -366,10 +372,13 @@ class EngineClient:
         """End the engine and all it started, politely first; returns when nothing is left. Safe from any thread."""
         with self._funeral:
             self._stopped = True
+            if self._preparing is not None:
+                futures.wait([self._preparing], REAP_S)
             with contextlib.suppress(OSError):
-                self._connection.send(("stop",))
+                send_message(self._connection, ("stop",))
             self._reap(REAP_S)
         self._reader.join(REAP_S)
+        self._sender.shutdown()
         self._connection.close()
 
     def __enter__(self) -> "EngineClient":
@@ -477,9 +486,18 @@ class EngineClient:
 
     def _send(self, message: tuple) -> None:
         self._raise_if_gone()
+        self._settle()
+        self._send_now(message)
+
+    def _settle(self) -> None:
+        """Wait for what prepare() is still sending; EngineDied if that failed."""
+        if self._preparing is not None:
+            self._preparing.result()
+
+    def _send_now(self, message: tuple) -> None:
         self._last_heard = time.monotonic()  # silence counts from when there is something to answer
         try:
-            self._connection.send(message)
+            send_message(self._connection, message)
         except BlockingIOError:
             self._die("read no command within rollout.silence_timeout_s", 0)
         except OSError:  # broken pipe: the reader sees the end of the stream too and composes the error
@@ -506,6 +524,24 @@ class EngineClient:
             raise EngineDied(f"engine {self.engine} was stopped in phase {self._phase!r}")
         if self._died is not None:
             raise self._died
+
+
+def send_message(connection: Connection, message: tuple) -> None:
+    """Pickle a command, but for its arrays, which go as they are: the interpreter is not held up while they do."""
+    arrays: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(message, protocol=5, buffer_callback=arrays.append)
+    connection.send((head, [array.raw().nbytes for array in arrays]))
+    for array in arrays:
+        connection.send_bytes(array.raw())
+
+
+def receive_message(connection: Connection) -> tuple:
+    """The other end of send_message(). EOFError once nothing more can come."""
+    head, sizes = connection.recv()
+    arrays = [bytearray(nbytes) for nbytes in sizes]
+    for array in arrays:
+        connection.recv_bytes_into(array)
+    return pickle.loads(head, buffers=arrays)
 
 
 def _plain(request: Request) -> Request:

@@ -4,10 +4,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -159,6 +162,24 @@ def greedy(engine, prompt, name: str = "greedy"):
 
 
 # ---- one copy --------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_arrives_with_its_arrays():
+    ours, theirs = (Connection(end.detach()) for end in socket.socketpair())
+    frames = np.random.default_rng(0).integers(0, 255, (3, 400, 400, 3), dtype=np.uint8)  # more than a socket holds
+    media = [("image", frames[:1], 1.0), ("video", frames, 2.5), ("video", frames[:0], 1.0)]
+    message = "prepare", [Request("a", [1, 2], media, 2, 7)], {"one": np.float32(1)}
+    sender = threading.Thread(target=lambda: [rollout.send_message(ours, m) for m in (message, ("stop",))])
+    sender.start()
+    name, (request,), rest = rollout.receive_message(theirs)
+    assert (name, rest, rollout.receive_message(theirs)) == ("prepare", {"one": 1}, ("stop",))
+    sender.join()
+    assert [(kind, fps) for kind, _, fps in request.media] == [(kind, fps) for kind, _, fps in media]
+    for (_, got, _), (_, expected, _) in zip(request.media, media, strict=True):
+        assert np.array_equal(got, expected) and got.flags.writeable and got.shape == expected.shape
+    ours.close()
+    with pytest.raises(EOFError):
+        rollout.receive_message(theirs)
 
 
 def test_every_parameter_lies_in_the_snapshot(engine, policy):
