@@ -128,7 +128,8 @@ def _flat(kernel, *tensors: torch.Tensor) -> None:
     """Run an elementwise kernel over contiguous tensors of one size."""
     n, block = tensors[0].numel(), 2048
     assert all(t.is_contiguous() and t.numel() == n for t in tensors), "elementwise kernels go through memory in order"
-    kernel[(triton.cdiv(n, block),)](*tensors, n, BLOCK=block)
+    with memory.launching():
+        kernel[(triton.cdiv(n, block),)](*tensors, n, BLOCK=block)
 
 
 @triton.jit
@@ -196,7 +197,8 @@ def _rotated_fused(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads:
     rows = x.flatten(0, -3)  # a view of queries or keys within one tensor, if the leading dimensions allow it
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     strides = rows.stride(0), rows.stride(1)
-    _rotate_kernel[(len(rows),)](rows, cos, sin, out, *strides, heads, HEADS=x.shape[-2], HALF=half)
+    with memory.launching():
+        _rotate_kernel[(len(rows),)](rows, cos, sin, out, *strides, heads, HEADS=x.shape[-2], HALF=half)
     return out
 
 

@@ -31,12 +31,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:  # arena.py imports this file
     from arena import Arena, HostPool
@@ -329,37 +330,68 @@ class Stream:
     def follow(self) -> None:
         """Run nothing enqueued from here on before what the current stream has been given."""
         if self._cuda is not None:
-            self._cuda.wait_stream(torch.cuda.current_stream())
+            self._cuda.wait_stream(_current_stream())
 
     def lead(self) -> None:
         """Let the current stream run nothing from here on before what this one has been given."""
         if self._cuda is not None:
-            torch.cuda.current_stream().wait_stream(self._cuda)
+            _current_stream().wait_stream(self._cuda)
 
 
-class SmLimit:
+def _current_stream() -> "torch.cuda.Stream":
+    current = torch.cuda.current_stream()
+    return current if SmLimit.entered is None else SmLimit.entered.instead_of(current)
+
+
+class SmLimit(TorchDispatchMode):
     """`with limit:` computes on `sms` of the GPU's SMs only (a green context), in order with what comes before and
     after; nothing changes on a CPU.
 
-    Not for what goes backward later: autograd runs that on the stream of its forward pass, and so on as few SMs."""
+    Autograd runs a backward on the stream that is current when an operation of the forward pass notes it down. So the
+    current stream stays what it is, and changes only while an operation launches its kernels, which PyTorch's
+    dispatcher lets see (and launching() for kernels that it does not know of). What is saved here goes backward on all
+    SMs. Operations that have a stream of their own keep it.
+    """
+
+    entered: "SmLimit | None" = None
 
     def __init__(self, sms: int):
-        limited = None
+        super().__init__()
+        self._cuda = self._outer = None
         if torch.cuda.is_available():
             from torch.cuda.green_contexts import GreenContext
 
             self._green = GreenContext.create(num_sms=sms, device_id=torch.cuda.current_device())
-            limited = self._green.Stream()
-        self._stream = Stream(limited)
+            self._cuda = self._green.Stream()
 
-    def __enter__(self) -> None:
-        self._stream.follow()
-        self._stream.__enter__()
+    def __enter__(self) -> "SmLimit":
+        if self._cuda is not None:
+            Stream(self._cuda).follow()
+            self._outer = torch.cuda.current_stream()
+        SmLimit.entered = self
+        return super().__enter__()
 
     def __exit__(self, *exc) -> None:
-        self._stream.__exit__(*exc)
-        self._stream.lead()
+        super().__exit__(*exc)
+        SmLimit.entered = None
+        if self._cuda is not None:
+            Stream(self._cuda).lead()
         empty_cache()  # the allocator keeps what was freed for this stream alone
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        with launching():
+            return function(*args, **(kwargs or {}))
+
+    def instead_of(self, current: "torch.cuda.Stream | None") -> "torch.cuda.Stream | None":
+        """The stream that kernels meant for `current` go to."""
+        return self._cuda if current == self._outer else current
+
+
+def launching() -> AbstractContextManager:
+    """Around a launch that PyTorch's dispatcher does not see, so that an SmLimit counts for it, too."""
+    if SmLimit.entered is None or not torch.cuda.is_available():
+        return nullcontext()
+    return torch.cuda.stream(SmLimit.entered.instead_of(torch.cuda.current_stream()))
 
 
 @dataclass(frozen=True)

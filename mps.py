@@ -34,8 +34,8 @@ def share_gpu(overlap: str, policy: str, prefix_percent: int = 0) -> "Mps | None
     Every rank of a host calls it before its first CUDA call: CUDA reads the environment when it starts. Nothing to do
     on a CPU. Raises ValueError if the policy cannot take effect here."""
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # from here on PyTorch may ask CUDA itself (train.py)
-    if not memory.gpu_host() and policy not in ("none", "default"):
-        raise ValueError(f"--sm-policy {policy}: expected default: this host shows no GPU that could be shared")
+    if not memory.gpu_host() and policy not in ("none", "default", "priority"):
+        raise ValueError(f"--sm-policy {policy}: expected priority: this host shows no GPU that could be shared")
     if not memory.gpu_host() or overlap == "none" or policy == "none":
         return None
     mps = Mps()

@@ -333,18 +333,16 @@ class Schedule:
         return own
 
     def begin_gradients(self) -> None:
-        """Map the gradient buffer and zero it; the parameters' hooks add to it (train.py)."""
+        """Map the gradient buffer and zero it; the parameters' hooks add to it (trainer.py)."""
         self.arena.acquire("gradient").zero_()
 
     # -- Phase 1
 
     def prefixes(self, batches: list[MicroBatch], limit: AbstractContextManager | None = None) -> None:
         """Compute the reference's prefixes, then the actor's; each batch keeps its own until its suffixes. limit: of
-        SMs, for those that save nothing for a backward pass, which would be limited, too (memory.SmLimit)."""
-        limit = limit or nullcontext()
-        with limit:
+        SMs (memory.SmLimit)."""
+        with limit or nullcontext():
             self._reference_prefixes(batches)
-        with limit if self.policy.activations == "recompute" else nullcontext():
             self._actor_prefixes(batches)
 
     def _overlapped_prefixes(self, batches: list[MicroBatch]) -> tuple[int | None, int, float]:

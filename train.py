@@ -153,11 +153,12 @@ class Config:
     overlap: Literal["none", "prefix"] = "prefix"
     """none: serial phases (the papers' Colocate). prefix: reference and actor prefixes run beside decode (Rollplex)."""
 
-    sm_policy: Literal["none", "default", "thread-cap", "affinity", "green-context", "priority", "auto"] = "default"
+    sm_policy: Literal["none", "default", "thread-cap", "affinity", "green-context", "priority", "auto"] = "priority"
     """GPU only: how prefixes and decode share SMs. none: time slices, MPS is left alone. All others join or start MPS;
-    default: without limits. thread-cap: the trainer gets --prefix-percent of the threads, in every phase.
-    green-context: prefixes get --prefix-sms SMs. priority: the trainer is below normal. auto: green contexts of the
-    size that was fastest in the run's first steps, and since. affinity (static SM partitions): not available."""
+    priority: the trainer is below normal, so that what decodes goes first. default: without limits. thread-cap: the
+    trainer gets --prefix-percent of the threads, in every phase. green-context: prefixes get --prefix-sms SMs. auto:
+    green contexts of the size that was fastest in the run's first steps, and since. affinity (static SM partitions):
+    not available."""
     prefix_sms: int = 0
     """SMs of the overlapped prefixes with --sm-policy green-context; a multiple of 8 on Hopper."""
     prefix_percent: int = 0
@@ -230,11 +231,8 @@ class Config:
     def _validate_sharing(self) -> None:
         """A policy that cannot take effect is refused; whether there is a GPU to share is for mps.share_gpu."""
         policy, sms, percent = self.sm_policy, self.prefix_sms, self.prefix_percent
-        limits = policy not in ("none", "default")
-        require(self.overlap != "none" or not limits, "sm-policy", policy, "default: nothing overlaps decode")
-        limited = self.algo.kl_coef > 0 or self.memory.activations == "recompute"  # what saves nothing for a backward
-        expected = "default with --algo.kl-coef 0, or --memory.activations recompute: no other prefixes are limited"
-        require(limited or policy not in ("green-context", "auto"), "sm-policy", policy, expected)
+        limits = policy not in ("none", "default", "priority")
+        require(self.overlap != "none" or not limits, "sm-policy", policy, "priority: nothing overlaps decode")
         instead = "green-context: static SM partitions (MPS of CUDA 13.1) are not available here"
         require(policy != "affinity", "sm-policy", policy, instead)
         expected = "the prefixes' SMs with --sm-policy green-context, 0 with any other"

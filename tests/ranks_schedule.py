@@ -93,7 +93,10 @@ def chosen_partitions(trainer: Trainer, state: dict) -> list[tuple[str, dict]]:
     assert all(other == partition.history for other in everyone), "ranks measured or chose differently"
     names = {event["name"] for event in runs[1][1]["events"] if event["tid"] == "train"}
     assert "reference prefix" in names and runs[1][1]["seconds"].keys().isdisjoint({"reference prefix", "actor prefix"})
-    trainer.schedule.partition = sched.Partition()
+    own, trainer.schedule.partition = trainer.schedule.policy, sched.Partition((8,))
+    trainer.schedule.policy = replace(own, activations="keep", recompute_vision=True)  # saved under a limit
+    runs.append(("prefix, 8 SMs, kept", run_step(trainer, "prefix", state, 0)))
+    trainer.schedule.policy, trainer.schedule.partition = own, sched.Partition()
     return runs
 
 

@@ -2,6 +2,8 @@
 
 import json
 import time
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -285,3 +287,61 @@ def test_peak_is_what_products_of_another_shape_nearly_reach():
     torch.cuda.synchronize()
     rate = 50 * 2 * 16384 * 8192 * 4096 / (time.perf_counter() - start)
     assert 0.7 * peak < rate < 1.1 * peak
+
+
+_SEEN: list[torch.cuda.Stream] = []
+
+
+class _Streams(torch.autograd.Function):
+    """Notes the streams of its two passes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with memory.launching():
+            _SEEN.append(torch.cuda.current_stream())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        _SEEN.append(torch.cuda.current_stream())
+        return grad
+
+
+@pytest.mark.gpu
+def test_a_limit_of_sms_holds_back_the_forward_pass_alone():
+    outer, limit = torch.cuda.current_stream(), memory.SmLimit(16)
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def passes() -> tuple[list[float], torch.Tensor]:
+        """Seconds of forward and backward, and the gradient of x."""
+        marks = [time.monotonic()]
+        with context:
+            y = _Streams.apply(x @ x)
+            for _ in range(20):
+                y = torch.tanh(y @ x)
+            torch.cuda.synchronize()
+        marks.append(time.monotonic())
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        torch.cuda.synchronize()
+        marks.append(time.monotonic())
+        return [b - a for a, b in pairwise(marks)], grad
+
+    times, grads = {}, {}
+    for name, context in (("warm-up", nullcontext()), ("free", nullcontext()), ("limited", limit)):
+        _SEEN.clear()
+        times[name], grads[name] = passes()
+        forward, backward = _SEEN
+        assert backward == outer and (forward == outer) == (context is not limit)
+    assert torch.equal(grads["free"], grads["limited"])
+    assert times["limited"][0] > 3 * times["free"][0]  # 16 of 132 SMs
+    assert times["limited"][1] < 1.5 * times["free"][1]
+
+
+def test_a_limit_changes_nothing_on_a_cpu():
+    x = torch.randn(3, 3, requires_grad=True)
+    with memory.SmLimit(8):
+        y = (x @ x).relu().sum()
+    y.backward()
+    grad, x.grad = x.grad, None
+    (x @ x).relu().sum().backward()
+    assert torch.equal(x.grad, grad) and memory.SmLimit.entered is None

@@ -171,9 +171,8 @@ def test_a_fixed_partition_needs_no_history():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--overlap", "none", "--sm-policy", "auto"], "--sm-policy auto: expected default: nothing overlaps decode"),
+        (["--overlap", "none", "--sm-policy", "auto"], "--sm-policy auto: expected priority: nothing overlaps decode"),
         (["--sm-policy", "affinity"], "--sm-policy affinity: expected green-context: static SM partitions"),
-        (["--sm-policy", "auto", "--algo.kl-coef", "0"], "--sm-policy auto: expected default with --algo.kl-coef 0"),
         (["--sm-policy", "green-context"], "--prefix-sms 0: expected the prefixes' SMs with --sm-policy green-context"),
         (["--prefix-sms", "64"], "--prefix-sms 64: expected the prefixes' SMs with --sm-policy green-context, 0 with"),
         (["--sm-policy", "thread-cap"], "--prefix-percent 0: expected 1 to 100 with --sm-policy thread-cap"),
