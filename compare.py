@@ -49,6 +49,9 @@ class Compare:
     """Longest response, tokens; what is drawn longer is cut."""
     length_seed: int = 0
     """Seed of the response lengths."""
+    sms: tuple[int, ...] = ()
+    """SMs of the overlapped prefixes (0: all), each number a schedule of its own beside --overlap none; on a CPU they
+    are all the same. Empty: one, as --sm-policy says."""
     out: Path | None = None
     """Run directory to make. Default: runs/compare-<model>-<date>."""
 
@@ -141,7 +144,8 @@ def _longest(lanes_: list[list[dict]], names: tuple[str, ...] | None, makespan: 
 
 
 def compare_results(records: list[Record], events: dict[int, list[dict]]) -> list[dict]:
-    """One entry a workload: both schedules' figures, a list over the measured steps each, and what follows from them.
+    """One entry a workload: `sides`, each schedule's figures, a list over the measured steps, and `verdicts`, what
+    follows for each but none.
 
     T_D: the rollout of a serial step, prefill included, though prefixes begin once it is over. T_P: the prefixes alone.
     `equation_1` is the speed-up that the measured slowdown leaves, `most` what no slowdown would."""
@@ -149,21 +153,22 @@ def compare_results(records: list[Record], events: dict[int, list[dict]]) -> lis
     for name in dict.fromkeys(record["workload"] for record in records):
         mine = [record for record in records if record["workload"] == name and not record["warm_up"]]
         sides = {}
-        for overlap in ("none", "prefix"):
-            steps = [step_figures(r, events.get(r["step"], [])) for r in mine if r["overlap"] == overlap]
+        for side in dict.fromkeys(record["side"] for record in mine):
+            steps = [step_figures(r, events.get(r["step"], [])) for r in mine if r["side"] == side]
             keys = {key: None for step in steps for key in step}
-            sides[overlap] = {key: [step.get(key) for step in steps] for key in keys}
-        results.append({"workload": name} | _judge(mine, **sides) | sides)
+            sides[side] = {key: [step.get(key) for step in steps] for key in keys}
+        names = "prompt_tokens_mean", "response_tokens_mean"
+        means = {name: statistics.fmean(record[name] for record in mine) for name in names}
+        verdicts = {side: _judge(sides["none"], figures) for side, figures in sides.items() if side != "none"}
+        results.append({"workload": name} | means | {"verdicts": verdicts, "sides": sides})
     return results
 
 
-def _judge(records: list[Record], none: dict[str, list], prefix: dict[str, list]) -> dict:
+def _judge(none: dict[str, list], prefix: dict[str, list]) -> dict:
     serial, decode, alone = (_middle(none[key]) for key in ("step_s", "rollout_s", "prefixes_alone_s"))
     slowdown = _middle(prefix["rollout_s"]) - decode
     saved, most = (sched.saving_s(decode, alone, delta) for delta in (slowdown, 0.0))
     return {
-        "prompt_tokens_mean": statistics.fmean(r["prompt_tokens_mean"] for r in records),
-        "response_tokens_mean": statistics.fmean(r["response_tokens_mean"] for r in records),
         "speed_up": serial / _middle(prefix["step_s"]),
         "speed_up_of_pairs": [a / b for a, b in zip(none["step_s"], prefix["step_s"], strict=True)],
         "equation_1": serial / (serial - saved),
@@ -187,17 +192,19 @@ def _spread(values: list[float | None], spec: str, scale: float = 1.0) -> str:
 
 
 def headline(results: list[dict]) -> list[list[str]]:
-    """One row a workload: the measured speed-up beside its bound."""
-    head = ["workload", "prompt", "response", "none s", "prefix s", "none / prefix", "Equation 1", "if Δ = 0"]
+    """One row a workload and overlapped schedule: the measured speed-up beside its bound."""
+    head = ["workload", "prompt", "response", "schedule", "none s", "its s", "none / it", "Equation 1", "if Δ = 0"]
     rows = [[*head, "T_D s", "T_P s", "Δ / T_D", "decode slowdown"]]
     for r in results:
-        pairs = r["speed_up_of_pairs"]
-        row = [r["workload"], f"{r['prompt_tokens_mean']:.0f}", f"{r['response_tokens_mean']:.0f}"]
-        row += [f"{_middle(r[side]['step_s']):.3f}" for side in ("none", "prefix")]
-        row += [f"{r['speed_up']:.3f} ({min(pairs):.3f} to {max(pairs):.3f})"]
-        row += [f"{r['equation_1']:.3f}", f"{r['most']:.3f}"]
-        row += [f"{_middle(r['none'][key]):.3f}" for key in ("rollout_s", "prefixes_alone_s")]
-        rows.append([*row, f"{r['rollout_slowdown']:+.1%}", f"{r['decode_slowdown']:+.1%}"])
+        serial = r["sides"]["none"]
+        for side, verdict in r["verdicts"].items():
+            pairs = verdict["speed_up_of_pairs"]
+            row = [r["workload"], f"{r['prompt_tokens_mean']:.0f}", f"{r['response_tokens_mean']:.0f}", side]
+            row += [f"{_middle(figures['step_s']):.3f}" for figures in (serial, r["sides"][side])]
+            row += [f"{verdict['speed_up']:.3f} ({min(pairs):.3f} to {max(pairs):.3f})"]
+            row += [f"{verdict['equation_1']:.3f}", f"{verdict['most']:.3f}"]
+            row += [f"{_middle(serial[key]):.3f}" for key in ("rollout_s", "prefixes_alone_s")]
+            rows.append([*row, f"{verdict['rollout_slowdown']:+.1%}", f"{verdict['decode_slowdown']:+.1%}"])
     return rows
 
 
@@ -222,8 +229,7 @@ _FIGURES = (  # key, what it is, how to print it
 
 def details(result: dict) -> list[list[str]]:
     """Rows of figures, columns of schedules, for one workload: medians (lowest to highest)."""
-    rows = [[result["workload"], "none", "prefix"]]
-    sides = result["none"], result["prefix"]
+    rows, sides = [[result["workload"], *result["sides"]]], list(result["sides"].values())
     for key, what, spec, scale in _FIGURES:
         rows.append([what, *(_spread(side[key], spec, scale) for side in sides)])
     for key in {key: None for side in sides for key in side if key.startswith("memory/")}:
@@ -252,6 +258,7 @@ def compare_config(args: Compare, rest: list[str], world: int) -> tuple:
 
     asked = [parse_workload(text) for text in args.workloads]
     rules = [(bool(asked), "workloads", "at least one"), (args.pairs >= 1, "pairs", "1 or more")]
+    rules += [(sorted({*args.sms}) == sorted(n for n in args.sms if n >= 0), "sms", "different numbers, 0 or more")]
     rules += [(args.sigma >= 0, "sigma", "0 or more"), (args.cut >= 1, "cut", "1 or more")]
     for ok, name, expected in rules:
         if not ok:
@@ -270,7 +277,8 @@ def compare_config(args: Compare, rest: list[str], world: int) -> tuple:
     workloads = [Workload(name, p, d) for name, (p, _), d in zip(args.workloads, asked, drawn, strict=True)]
     longest = max(prompt for prompt, _ in asked)
     out = args.out or f"runs/compare-{Path(wanted.model).name}-{time.strftime('%m%d-%H%M%S')}"
-    own = {"overlap": "prefix", "run-dir": out, "steps": 2 * (args.pairs + 1) * len(asked), "warmup-steps": 0}
+    steps = (1 + max(1, len(args.sms))) * (args.pairs + 1) * len(asked)
+    own = {"overlap": "prefix", "run-dir": out, "steps": steps, "warmup-steps": 0}
     own |= {"checkpoint-every": 0, "eval-every": 0, "no-export": None, "data.max-prompt-tokens": longest}
     own |= {"rollout.max-new-tokens": max(max(row) for rows in drawn for row in rows)}
     if (most := wanted.rollout.max_num_batched_tokens) < longest:
@@ -458,18 +466,25 @@ def _vary_rewards(trainer) -> None:
     trainer.score = lambda pairs: [r + response.index % 2 for r, (_, response) in zip(score(pairs), pairs, strict=True)]
 
 
-def measure(trainer, log, workload: Workload, pairs: int, first: int, known: dict) -> int:
-    """Alternate both schedules on one workload, a line a step; returns the number of the next step. Collective."""
+def schedules(trainer, sms: tuple[int, ...]) -> dict[str, tuple]:
+    """What is compared: name -> overlap, and the SMs that its prefixes get (sched.Partition)."""
+    own = trainer.schedule.partition
+    limited = {f"prefix, {n} SMs" if n else "prefix": ("prefix", sched.Partition((n,))) for n in sms}
+    return {"none": ("none", own)} | (limited or {"prefix": ("prefix", own)})
+
+
+def measure(trainer, log, workload: Workload, sides: dict[str, tuple], pairs: int, first: int, known: dict) -> int:
+    """Alternate the schedules on one workload, a line a step; returns the number of the next step. Collective."""
     import train
 
     for pair in range(pairs + 1):
         alone_s = prefixes_alone(trainer)
-        for overlap in ("none", "prefix"):
+        for side, (overlap, partition) in sides.items():
             if trainer.ranks.rank == 0:
-                print(f"{workload.name} {overlap}{'' if pair else ', warm-up'}: ", end="")
-            trainer.schedule.overlap = overlap
+                print(f"{workload.name} {side}{'' if pair else ', warm-up'}: ", end="")
+            trainer.schedule.overlap, trainer.schedule.partition = overlap, partition
             metrics, _ = train.train_step(trainer, pair, 0, workload.lengths)
-            metrics |= {"workload": workload.name, "overlap": overlap, "warm_up": pair == 0}
+            metrics |= {"workload": workload.name, "overlap": overlap, "side": side, "warm_up": pair == 0}
             metrics |= {"prefixes_alone_s": alone_s} | known
             log.step(first, metrics, trainer.timeline)
             first += 1
@@ -506,6 +521,7 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
     trainer.wait_for_engines()
     _watch_kv(trainer)
     _vary_rewards(trainer)
+    sides = schedules(trainer, args.sms)
     known, step = {"optimizer_floor_s": optimizer_floor_s(trainer)} | exchange_figures(trainer), 0
     memory.empty_cache()  # so that the workloads find the device as they would without
     trainer.loader.close()
@@ -513,7 +529,7 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
         samples = decode_samples(trainer, clip)
         log.say(f"\n{describe(workload, samples)}")
         trainer.loader = _Prepared(samples)
-        step = measure(trainer, log, workload, args.pairs, step, known)
+        step = measure(trainer, log, workload, sides, args.pairs, step, known)
         if ranks.rank == 0:  # also what is there if the run ends early
             about, tables = report(run_dir, trainer, workloads, known)
     log.close()

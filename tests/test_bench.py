@@ -347,7 +347,9 @@ def test_the_clip_is_the_largest_that_fits(wanted):
 
 def step_of(overlap, step_s, step, events, warm_up=False, **extra):
     """A step of a comparison: its record, and its events with their step."""
-    fields = dict(workload="470/125", overlap=overlap, warm_up=warm_up, prefixes_alone_s=3.0, optimizer_floor_s=0.5)
+    fields = dict(
+        workload="470/125", overlap=overlap, side=overlap, warm_up=warm_up, prefixes_alone_s=3.0, optimizer_floor_s=0.5
+    )
     fields |= dict(logprob_diff_mean=1e-3, logprob_diff_max=2e-3, prompt_tokens_mean=464.0, response_tokens_mean=142.0)
     return record(step, 0.0, step_s, mfu=None, **fields | extra), [e | {"args": {"step": step}} for e in events]
 
@@ -398,18 +400,16 @@ def test_figures_of_a_step():
 def test_speed_up_and_its_bound():
     """Equation 1 by hand: T_D 4, T_P 3, Δ 0.4 out of a serial step of 12."""
     (result,) = compared()
-    assert result["speed_up"] == pytest.approx(12 / 8)  # of medians, without the warm-up
-    assert result["speed_up_of_pairs"] == pytest.approx([10 / 7, 1.5, 1.4])
-    assert result["most"] == pytest.approx(12 / (12 - 3)) and result["equation_1"] == pytest.approx(12 / (12 - 2.6))
-    assert result["rollout_slowdown"] == pytest.approx(0.1) and result["decode_slowdown"] == pytest.approx(
-        4.4 / 3.5 - 1
-    )
+    verdict = result["verdicts"]["prefix"]
+    assert verdict["speed_up"] == pytest.approx(12 / 8)  # of medians, without the warm-up
+    assert verdict["speed_up_of_pairs"] == pytest.approx([10 / 7, 1.5, 1.4])
+    assert verdict["most"] == pytest.approx(12 / (12 - 3)) and verdict["equation_1"] == pytest.approx(12 / (12 - 2.6))
+    assert verdict["rollout_slowdown"] == pytest.approx(0.1)
+    assert verdict["decode_slowdown"] == pytest.approx(4.4 / 3.5 - 1)
     head, row = compare.headline([result])
     row = dict(zip(head, row, strict=True))
-    assert row["none / prefix"] == "1.500 (1.400 to 1.500)" and (row["Equation 1"], row["if Δ = 0"]) == (
-        "1.277",
-        "1.333",
-    )
+    assert (row["schedule"], row["none / it"]) == ("prefix", "1.500 (1.400 to 1.500)")
+    assert (row["Equation 1"], row["if Δ = 0"]) == ("1.277", "1.333")
     rows = {name: both for name, *both in compare.details(result)}
     assert rows["470/125"] == ["none", "prefix"] and rows["step, s"] == [
         "12.000 (10.000 to 14.000)",
@@ -460,32 +460,27 @@ def test_a_prompt_shorter_than_its_text_is_refused_once(tmp_path, torchrun):
 def test_comparison_with_real_engines(tmp_path, torchrun):
     out = tmp_path / "runs" / "c"
     arguments = ["--workloads", "120/30", "150/20", "--pairs", "1", "--cut", "40", "--prompts", "4", "--rollout.n", "2"]
+    arguments += ["--sms", "0", "8"]
     done = torchrun(ROOT / "bench.py", "compare", *arguments, "--out", str(out))
     written = json.loads((out / "compare.json").read_text())
     records = bench.read_metrics(out)
-    assert [r["overlap"] for r in records] == 4 * ["none", "prefix"] and [r["warm_up"] for r in records[:4]] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    for workload, result, four in zip(
-        written["workloads"], written["results"], (records[:4], records[4:]), strict=True
-    ):
+    sides = ["none", "prefix", "prefix, 8 SMs"]
+    assert [r["side"] for r in records] == 4 * sides and [r["warm_up"] for r in records[:6]] == 3 * [True] + 3 * [False]
+    assert [r["overlap"] for r in records[:3]] == ["none", "prefix", "prefix"]
+    for workload, result, six in zip(written["workloads"], written["results"], (records[:6], records[6:]), strict=True):
+        none, *others = (result["sides"][side] for side in sides)
         lengths = [length for row in workload["lengths"] for length in row]
         assert len(lengths) == 8 and max(lengths) <= 40
-        assert [r["response_tokens_mean"] for r in four] == [
-            statistics.fmean(lengths)
-        ] * 4  # exact lengths on both sides
-        assert {r["truncated_fraction"] for r in four} == {1.0} and {r["grad_norm"] > 0 for r in four} == {True}
+        assert {r["response_tokens_mean"] for r in six} == {statistics.fmean(lengths)}  # exact lengths on all sides
+        assert {r["truncated_fraction"] for r in six} == {1.0} and {r["grad_norm"] > 0 for r in six} == {True}
         assert workload["prompt_tokens"] - 25 < result["prompt_tokens_mean"] <= workload["prompt_tokens"]
-        assert max(result["none"]["logprob_diff_max"] + result["prefix"]["logprob_diff_max"]) < 1e-4
+        assert max(value for figures in (none, *others) for value in figures["logprob_diff_max"]) < 1e-4
         measured = ("step_s", "rollout_s", "decode_s", "prefixes_alone_s", "optimizer_s", "publish_s", "kv_s")
-        assert all(result[side][key][0] > 0 for side in ("none", "prefix") for key in measured)
-        assert result["prefix"]["prefixes_s"][0] > 0 and result["prefix"]["prefixes_beside"][0] > 0
-        assert result["none"]["exchange_s"][0] > 0 and 0.01 < result["none"]["exchange_share"][0] < 10  # 2 ranks, q = 2
+        assert all(figures[key][0] > 0 for figures in (none, *others) for key in measured)
+        assert all(figures[key][0] > 0 for figures in others for key in ("prefixes_s", "prefixes_beside"))
+        assert none["exchange_s"][0] > 0 and 0.01 < none["exchange_share"][0] < 10  # 2 ranks, q = 2
     assert "| 120/30 | " in (out / "compare.md").read_text()
-    for line in ("120/30 none, warm-up: step 1/8", "150/20 prefix: step 8/8", "none / prefix"):
+    for line in ("120/30 none, warm-up: step 1/12", "150/20 prefix, 8 SMs: step 12/12", "none / it"):
         assert line in done.stdout
     bench.main(["memory", str(out), "--step", "7"])
     assert (out / "memory.png").stat().st_size > 10_000
