@@ -147,7 +147,8 @@ def _kinds(world: int, policy: MemoryConfig, given: dict) -> Iterator[tuple[int,
         if kind == "some" and "keep_tokens" in given:
             return False
         activations = "keep" if kind == "some" else kind
-        return activations == given.get("activations", "keep" if given.get("keep_tokens") else activations)
+        keeps = given.get("keep_tokens") or given.get("recompute_vision")  # neither has an effect otherwise
+        return activations == given.get("activations", "keep" if keeps else activations)
 
     again = given.get("recompute_layers", policy.recompute_layers)  # as given, or where nothing fits without
     rounds = [([["keep"], ["some", "recompute"]], again), ([["offload"]], again)]
