@@ -37,6 +37,8 @@ from arena import Arena
 
 # N responses a prompt, S response tokens padded to the group's longest.
 
+_AHEAD_BATCHES = 2  # beside the last so many the first chunks of the optimizer may come in: 40 GiB take about a second
+
 
 # ---- micro-batches ---------------------------------------------------------------------------------------------------
 
@@ -457,8 +459,10 @@ class Schedule:
     def _actor_gradients(self, batches: list[MicroBatch], loss: Callable[[torch.Tensor, Group], torch.Tensor]) -> None:
         self.begin_gradients()
         with self.timeline.span("actor", every_stream=False):  # what is loaded ahead may still be on its way
-            for batch in batches:
-                if batch is batches[-1] and self.optimizer.ahead_bytes:
+            for i, batch in enumerate(batches):
+                waits = any(later.actor is not None for later in batches[i + 1 :])
+                asked = self.optimizer.ahead_bytes and not self.arena.mapped("ahead")
+                if asked and not waits and i >= len(batches) - _AHEAD_BATCHES:
                     self._load_ahead()
                 if batch.actor is None:
                     with self.timeline.span("actor prefix"):
@@ -472,7 +476,7 @@ class Schedule:
                     group.drop()
 
     def _load_ahead(self) -> None:
-        """The optimizer's first chunks come in beside the last micro-batch, where the kept prefixes were."""
+        """The optimizer's first chunks come in beside the last micro-batches, where the kept prefixes were."""
         with self.timeline.span("load ahead"):
             room = memory.has_room(self.optimizer.ahead_bytes + 2**30)
             if room:
