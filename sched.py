@@ -292,11 +292,13 @@ class Schedule:
         """Phase 3: stream the optimizer, publish θk+1, drop what the engines derived from θk."""
         with self.timeline.span("optimizer"):
             self.optimizer.sum_gradients(self.tp_group, self.dp_group)
-            self.arena.acquire("workspace")
+            with self.timeline.span("map workspace"):
+                self.arena.acquire("workspace")  # the allocator may have to give back all that it caches
             self._sample("optimizer")  # it may be over before the next sample
             info = self.optimizer.step(step, grad_scale, self.tp_group, self.dp_group)
-            for region in ("workspace", "ahead", "gradient"):
-                self.arena.release(region)
+            with self.timeline.span("unmap"):
+                for region in ("workspace", "ahead", "gradient"):
+                    self.arena.release(region)
         with self.timeline.span("publish"):
             self.snapshot.publish()
             self.version += 1

@@ -98,7 +98,7 @@ def chosen_partitions(trainer: Trainer, state: dict) -> list[tuple[str, dict]]:
 
 
 def loading_ahead(trainer: Trainer, state: dict) -> list[tuple[str, dict]]:
-    """Steps that load chunks beside the last two of three micro-batches, or the last one while a prefix waits for it."""
+    """Steps that load chunks beside the last two of three micro-batches, or the last if a prefix waits for it."""
     own, runs = trainer.schedule.policy, [("none, ahead", run_step(trainer, "none", state, 0))]
     starts = {
         name: [e["ts"] for e in runs[0][1]["events"] if e["name"] == name] for name in ("load ahead", "actor prefix")
