@@ -24,7 +24,7 @@ copies out to wait for. Afterwards these slots take turns with the workspace's t
     load 0 │ 1 │ …       norm, still load … │ the rest, while a slot is free │ update 0 │ 1 │ … │ offload 0 │ 1 │ …
 
 A GPU has one engine for copies in, and serves what it is given in order: an upload of the micro-batch would wait for
-every byte enqueued before it. So a thread loads ahead in pieces of 64 MiB, each once the one before has arrived; an
+every byte enqueued before it. So a thread loads ahead in pieces of 60 MiB, each once the one before has arrived; an
 upload then waits for one at most, about 1 ms. `step` stops the thread where it has got to, once the norm is known, and
 streams the rest, so `ahead_gib` is room: how much comes ahead depends on the time there is. A step for which nothing
 was loaded ahead begins with what fits into the workspace beside the norm's scratch.
@@ -70,7 +70,7 @@ _SLOTS = 3  # one chunk loading, one updating, one returning
 _ROWS = 3  # FP32 rows of a slot: master, exp_avg, exp_avg_sq
 _ALIGN = 32  # elements: chunk cuts fall on 128-byte boundaries of the FP32 tensors
 _NORM_BLOCK, _NORM_BLOCKS = 1 << 20, 256  # elements squared at once, at least; and about how many blocks there are
-_PIECE_BYTES = 64 << 20  # loaded ahead at once: 1.2 ms at 55 GB/s, which an upload may have to wait
+_PIECE = 5 << 20  # elements loaded ahead at once: 60 MiB, for which an upload may have to wait
 _STATE = ("master", "exp_avg", "exp_avg_sq")
 _COUNTERS = ("adam_steps", "skipped_in_row", "skipped_total")
 
@@ -268,7 +268,7 @@ class StreamedAdamW:
 
         room: uint8, ahead_bytes, mapped until that step has returned, and of no use to what streams have been given so
         far: the loads do not wait for that. None: the workspace, as far as the norm leaves it alone. A skipped step
-        forgets them, and so does whatever else passes over the state before the step, which raises what a load raised.
+        forgets them, and so does whatever else passes over the state before the step. What a load raises, these raise.
         """
         self._stop_loading()
         first, more = self.slots[: self._beside_norm], self.slots[self._beside_norm :]
@@ -332,23 +332,23 @@ class StreamedAdamW:
     def _load_pieces(self, slots: Tensor) -> int:
         """Load the first chunks into `slots` until told to halt, in a thread of its own; returns the elements loaded.
         Every piece is waited for: nothing is queued before an upload but the one that is on its way."""
-        come, size = 0, max(1, _PIECE_BYTES // (_ROWS * 4))
+        come = 0
         with torch.cuda.device_of(slots):  # a thread begins on GPU 0; nothing on a CPU
             for slot, (a, b) in zip(slots, self.chunks, strict=False):
-                for c in range(a, b, size):
+                for c in range(a, b, _PIECE):
                     if self._halt.is_set():
                         return come
-                    come = min(c + size, b)
+                    come = min(c + _PIECE, b)
                     self._fill(slot[:, c - a : come - a], self._state, c, come)
                     with self._load:
                         memory.synchronize(every_stream=False)  # sync point, of this thread alone
         return come
 
-    def _stop_loading(self) -> tuple[Sequence[Tensor], int]:
+    def _stop_loading(self) -> tuple[list[Tensor], int]:
         """Stop the thread and forget what it was loading, which is returned: the coming step's slots, and how many
         elements lie in the first of them. Raises what a load raised."""
         if self._ahead is None:
-            return self.slots, 0
+            return [*self.slots], 0
         (slots, pieces), self._ahead = self._ahead, None
         self._halt.set()
         return slots, pieces.result()  # sync point: until the piece on its way is there
@@ -378,7 +378,7 @@ class StreamedAdamW:
         host only enqueues: marks on the streams keep the stages of one chunk, and the uses of one slot, in order.
         """
         self._stop_loading()  # after this pass what was loaded is not the state's any more
-        slots = slots or list(self.slots)
+        slots = slots or [*self.slots]
         offloaded, count = [None] * len(slots), len(slots)
         for j, (a, b) in enumerate(self.chunks):
             rows, c = slots[j % count][:, : b - a], min(max(a, come), b)

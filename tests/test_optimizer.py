@@ -137,7 +137,7 @@ def test_bit_identical_where_chunks_were_loaded_ahead(elements, room):
 @pytest.mark.parametrize("pieces", [1, 5, 9, 10, 17])
 def test_bit_identical_wherever_loading_ahead_is_told_to_stop(pieces, monkeypatch):
     """After pieces of 1000 elements, nine of them a chunk whose last is short."""
-    monkeypatch.setattr("optimizer._PIECE_BYTES", 12 * 1000)
+    monkeypatch.setattr("optimizer._PIECE", 1000)
     config = replace(CONFIG, weight_decay=0.1, chunk_mib=chunk(8192), ahead_gib=4 * chunk(8192) / 1024)
     optimizer, grad, dests = build(config)
     params, reference = torch_adamw(dests, config)
@@ -167,7 +167,7 @@ def test_bit_identical_wherever_loading_ahead_is_told_to_stop(pieces, monkeypatc
 
 
 def test_a_step_takes_what_has_come_and_does_not_wait_for_the_rest(monkeypatch):
-    monkeypatch.setattr("optimizer._PIECE_BYTES", 12 * 32)
+    monkeypatch.setattr("optimizer._PIECE", 32)
     config = replace(CONFIG, chunk_mib=chunk(8192), ahead_gib=4 * chunk(8192) / 1024)
     optimizer, grad, _ = build(config)
     plain, plain_grad, _ = build(config)
