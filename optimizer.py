@@ -17,11 +17,17 @@ Each stage has its own stream. Chunk j+1 loads and chunk j-1 returns while chunk
 only after its offload. On a CPU the three streams are one and the stages take turns.
 
 Both directions at once are slower than one alone, and in Phase 2 neither is used. So `load_ahead` fills further slots
-with the first chunks beside the last micro-batch, when the kept prefixes have left room; of those `step` only has the
+with the first chunks beside the last micro-batches, when the kept prefixes have left room; of those `step` only has the
 copies out to wait for. Afterwards these slots take turns with the workspace's three.
 
-    Phase 2, last micro-batch        Phase 3
-    load 0 │ 1 │ … │ n-1             load n … while a slot is free │ update 0 │ 1 │ 2 │ … │ offload 0 │ 1 │ 2 │ …
+    Phase 2, last micro-batches      Phase 3
+    load 0 │ 1 │ …       norm, still load … │ the rest, while a slot is free │ update 0 │ 1 │ … │ offload 0 │ 1 │ …
+
+A GPU has one engine for copies in, and serves what it is given in order: an upload of the micro-batch would wait for
+every byte enqueued before it. So a thread loads ahead in pieces of 60 MiB, each once the one before has arrived; an
+upload then waits for one at most, about 1 ms. `step` stops the thread where it has got to, once the norm is known, and
+streams the rest, so `ahead_gib` is room: how much comes ahead depends on the time there is. A step for which nothing
+was loaded ahead begins with what fits into the workspace beside the norm's scratch.
 
 Nothing is written before the whole gradient is known to be good: `step` first sums squares (FP64) and adds them over
 the tensor-parallel group; if any rank saw NaN or Inf, every rank skips the step and no byte of any rank changes.
@@ -42,9 +48,11 @@ To change the update, edit `_adamw`; to change what is clipped or skipped, edit 
 """
 
 import math
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise, zip_longest
@@ -62,6 +70,7 @@ _SLOTS = 3  # one chunk loading, one updating, one returning
 _ROWS = 3  # FP32 rows of a slot: master, exp_avg, exp_avg_sq
 _ALIGN = 32  # elements: chunk cuts fall on 128-byte boundaries of the FP32 tensors
 _NORM_BLOCK, _NORM_BLOCKS = 1 << 20, 256  # elements squared at once, at least; and about how many blocks there are
+_PIECE = 5 << 20  # elements loaded ahead at once: 60 MiB, for which an upload may have to wait
 _STATE = ("master", "exp_avg", "exp_avg_sq")
 _COUNTERS = ("adam_steps", "skipped_in_row", "skipped_total")
 
@@ -90,9 +99,9 @@ class OptimizerConfig:
     """Workspace of one chunk in MiB (12 bytes a parameter); three are in use at once. 4 to 512: large enough that a
     copy is not dominated by its start, small enough to fit beside the gradient."""
     ahead_gib: float = 0.0
-    """Device memory for chunks that are loaded ahead, beside the last micro-batch of Phase 2, GiB; 0: none. As many
-    whole chunks as fit, and no more than there are besides the workspace's three. `python plan.py --ahead-gib` says
-    whether there is room for them; nothing else does. At 7B they held the micro-batch up for as long as they saved."""
+    """Device memory for chunks that are loaded ahead, beside the last micro-batches of Phase 2, GiB; 0: none. As many
+    whole chunks as fit, and no more than there are besides the workspace's three; those that have not come by then are
+    loaded in Phase 3. `python plan.py --ahead-gib` says whether there is room for them; nothing else does."""
     max_skipped_steps: int = 3
     """Non-finite gradients tolerated in a row: every rank skips such a step; one more than this stops the run."""
 
@@ -143,6 +152,7 @@ class StepInfo:
     bytes_loaded: int  # copied to the device, in the step or ahead of it: 12 bytes a parameter
     bytes_offloaded: int  # copied back to the host pool: as many
     seconds: float
+    bytes_ahead: int = 0  # of bytes_loaded: what had arrived when the norm was known
     nonfinite: str = ""  # "rank 1: layers.3.mlp.up" for each rank that saw NaN or Inf, when skipped
 
 
@@ -208,7 +218,9 @@ class StreamedAdamW:
         self.workspace = _fp32_workspace(workspace, workspace_bytes(config, whole))
         self.slots = self.workspace.view(slots, _ROWS, capacity)
         self.ahead_bytes = 0 if unchunked else ahead_bytes(config, self.total)  # what load_ahead() has a use for
-        self._ahead: list[tuple[Tensor, Any]] = []  # (slot, mark at the end of its load) of the first chunks
+        # While chunks load ahead: the coming step's slots, and a future of how many elements have come into them.
+        self._ahead: tuple[list[Tensor], Future] | None = None
+        self._halt, self._loader = threading.Event(), ThreadPoolExecutor(1, "load ahead")
         shape = (self.total,)  # 12 bytes a parameter in all: over 1 GiB from 90 million parameters up
         self.master, self.exp_avg, self.exp_avg_sq = (
             pool.alloc(f"optimizer.{n}", shape, torch.float32) for n in _STATE
@@ -219,6 +231,8 @@ class StreamedAdamW:
         self.skipped_in_row = 0
         self.skipped_total = 0
         self.chunks = _balanced_chunks(self.total, capacity)
+        self._block = self._norm_block()
+        self._beside_norm = (self.workspace.numel() - 2 * self._block) // self.slots[0].numel()  # slots, FP64 is 2 FP32
         self._segment_runs = [(s.offset, s.end, s) for s in segments]
         self._decay_runs = _runs(segments, lambda s: s.decay)
         self._counted_runs = _runs(segments, lambda s: s.counted)
@@ -249,18 +263,19 @@ class StreamedAdamW:
             dist.all_reduce(self.grad, group=dp_group)
 
     @torch.no_grad()
-    def load_ahead(self, room: Tensor) -> None:
-        """Start to load the first chunks into `room`, where the next step finds them. Waits for nothing on the host.
+    def load_ahead(self, room: Tensor | None = None) -> None:
+        """Start to load the first chunks into `room`, where the next step finds what has come. Waits for nothing.
 
         room: uint8, ahead_bytes, mapped until that step has returned, and of no use to what streams have been given so
-        far: the loads do not wait for that. A skipped step forgets them, and so does whatever else passes over the
-        state before the step.
+        far: the loads do not wait for that. None: the workspace, as far as the norm leaves it alone. A skipped step
+        forgets them, and so does whatever else passes over the state before the step. What a load raises, these raise.
         """
-        shape = self.ahead_bytes // self.slots[0].nbytes, *self.slots.shape[1:]
-        slots = room[: self.ahead_bytes].view(torch.float32).view(shape)
-        self._ahead = []
-        for slot, (a, b) in zip(slots, self.chunks, strict=False):
-            self._ahead.append((slot, self._fill(slot[:, : b - a], self._state, a, b)))
+        self._stop_loading()
+        first, more = self.slots[: self._beside_norm], self.slots[self._beside_norm :]
+        if room is not None:
+            first, more = room[: self.ahead_bytes].view(torch.float32).view(-1, *self.slots.shape[1:]), self.slots
+        self._halt.clear()
+        self._ahead = [*first, *more], self._loader.submit(self._load_pieces, first)
 
     @torch.no_grad()
     def step(self, step_index: int, grad_scale: float = 1.0, tp_group=None, dp_group=None) -> StepInfo:
@@ -275,21 +290,22 @@ class StreamedAdamW:
         start = time.perf_counter()
         _check(math.isfinite(grad_scale), f"grad_scale is {grad_scale}: the loss's denominator must not be 0")
         lr = lr_at(step_index, self.config)
+        if self._ahead is None:
+            self.load_ahead()
         norm, bad = self._global_norm(grad_scale, tp_group, dp_group)
-        ahead, self._ahead = self._ahead, []
+        slots, come = self._stop_loading()
         if bad:
-            memory.synchronize()  # sync point: nothing loads any more where chunks were loaded ahead
             where = self._locate_nonfinite(tp_group, dp_group)
             self._count_skip(step_index, where)
-            return StepInfo(norm, lr, True, 1.0, 0, 0, time.perf_counter() - start, where)
+            return StepInfo(norm, lr, True, 1.0, 0, 0, time.perf_counter() - start, nonfinite=where)
         self.skipped_in_row = 0
         self.adam_steps += 1
         limit = self.config.max_grad_norm
         clip_coef = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         update = partial(self._adamw, lr=lr, scale=grad_scale * clip_coef)
-        self._stream(self._state, update, self._state, ahead)
+        self._stream(self._state, update, self._state, slots, come)
         moved = 12 * self.total, 12 * self.total
-        return StepInfo(norm, lr, False, clip_coef, *moved, time.perf_counter() - start)
+        return StepInfo(norm, lr, False, clip_coef, *moved, time.perf_counter() - start, 12 * come)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that exact resume needs. The tensors are references: save them before the next step."""
@@ -313,6 +329,30 @@ class StreamedAdamW:
     def _state(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.master, self.exp_avg, self.exp_avg_sq
 
+    def _load_pieces(self, slots: Tensor) -> int:
+        """Load the first chunks into `slots` until told to halt, in a thread of its own; returns the elements loaded.
+        Every piece is waited for: nothing is queued before an upload but the one that is on its way."""
+        come = 0
+        with torch.cuda.device_of(slots):  # a thread begins on GPU 0; nothing on a CPU
+            for slot, (a, b) in zip(slots, self.chunks, strict=False):
+                for c in range(a, b, _PIECE):
+                    if self._halt.is_set():
+                        return come
+                    come = min(c + _PIECE, b)
+                    self._fill(slot[:, c - a : come - a], self._state, c, come)
+                    with self._load:
+                        memory.synchronize(every_stream=False)  # sync point, of this thread alone
+        return come
+
+    def _stop_loading(self) -> tuple[list[Tensor], int]:
+        """Stop the thread and forget what it was loading, which is returned: the coming step's slots, and how many
+        elements lie in the first of them. Raises what a load raised."""
+        if self._ahead is None:
+            return [*self.slots], 0
+        (slots, pieces), self._ahead = self._ahead, None
+        self._halt.set()
+        return slots, pieces.result()  # sync point: until the piece on its way is there
+
     def _fill(self, rows: Tensor, loads: tuple[Tensor, ...], a: int, b: int, after=None):
         """Enqueue copies of elements [a, b) of `loads` into a slot's rows, after a mark; returns the mark of their
         end."""
@@ -328,21 +368,22 @@ class StreamedAdamW:
         loads: tuple[Tensor, ...],
         work: Callable,
         offloads: tuple[Tensor, ...],
-        ahead: Sequence[tuple[Tensor, Any]] = (),
+        slots: Sequence[Tensor] = (),
+        come: int = 0,
     ) -> None:
         """Pass every chunk through load, update and offload.
 
         `loads` fill a slot's rows in order, work(rows [3, b - a], a, b) runs on them, and they go back to `offloads`.
-        `ahead` has the first chunks and their marks, and its slots are used again as the others are. The host only
-        enqueues: marks on the streams keep the stages of one chunk, and the uses of one slot, in order.
+        `slots`, the workspace's if none are given, take turns; in the first of them `come` elements lie already. The
+        host only enqueues: marks on the streams keep the stages of one chunk, and the uses of one slot, in order.
         """
-        self._ahead = []  # after this pass it is not the state's any more
-        slots = [*(slot for slot, _ in ahead), *self.slots]
+        self._stop_loading()  # after this pass what was loaded is not the state's any more
+        slots = slots or [*self.slots]
         offloaded, count = [None] * len(slots), len(slots)
         for j, (a, b) in enumerate(self.chunks):
-            rows = slots[j % count][:, : b - a]
+            rows, c = slots[j % count][:, : b - a], min(max(a, come), b)
             # Until it is offloaded the slot may still hold an earlier chunk.
-            loaded = ahead[j][1] if j < len(ahead) else self._fill(rows, loads, a, b, offloaded[j % count])
+            loaded = self._fill(rows[:, c - a :], loads, c, b, offloaded[j % count])
             with self._update:
                 self._update.wait(loaded)
                 work(rows, a, b)
@@ -397,18 +438,22 @@ class StreamedAdamW:
         total, bad = squares.tolist()  # sync point: also orders the streams behind whatever made the gradient
         return (math.nan if bad else math.sqrt(total) * abs(scale)), bad > 0
 
-    def _sum_squares(self, a: int, b: int) -> Tensor:
-        """Sum of squares of the gradient's elements [a, b): 0-d FP64, in order, in blocks widened in the workspace.
+    def _norm_block(self) -> int:
+        """Elements of a block of the norm.
 
         A block costs four launches, so their size, a power of two, follows the model's. It depends on chunk_mib, and
         with it the norm's last bits, only where a block does not fit into the workspace: below 2.7 up to 500 million
         parameters, 43 at 8 billion.
         """
-        wide = self.workspace.view(torch.float64)  # nothing is ever loaded ahead into this
-        block = min(max(_NORM_BLOCK, 1 << (self.total // _NORM_BLOCKS).bit_length() >> 1), wide.numel())
+        block = max(_NORM_BLOCK, 1 << (self.total // _NORM_BLOCKS).bit_length() >> 1)
+        return min(block, self.workspace.numel() // 2, self.total)
+
+    def _sum_squares(self, a: int, b: int) -> Tensor:
+        """Sum of squares of the gradient's elements [a, b): 0-d FP64, in order, in blocks widened in the workspace."""
+        wide = self.workspace.view(torch.float64)[-self._block :]  # the slots before it may be loading
         total = torch.zeros((), dtype=torch.float64, device=wide.device)
-        for c in range(a, b, block):
-            d = min(c + block, b)
+        for c in range(a, b, self._block):
+            d = min(c + self._block, b)
             values = wide[: d - c].copy_(self.grad[c:d])
             total += torch.dot(values, values)
         return total
@@ -542,8 +587,9 @@ def _main(demo: _Demo) -> None:
     optimizer.init_master()
     room, infos = torch.empty(optimizer.ahead_bytes, dtype=torch.uint8, device=device), []
     for i in range(1 + demo.steps):
-        optimizer.load_ahead(room)
-        memory.synchronize()  # the clock starts when they are there
+        if len(room):
+            optimizer.load_ahead(room)
+            wait([optimizer._ahead[1]])  # the clock starts when they are there
         infos.append(optimizer.step(i, 1e-3))
     infos = infos[1:]
     seconds, info = sorted(info.seconds for info in infos)[len(infos) // 2], infos[0]

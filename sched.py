@@ -37,6 +37,8 @@ from arena import Arena
 
 # N responses a prompt, S response tokens padded to the group's longest.
 
+_AHEAD_BATCHES = 2  # beside the last so many the first chunks of the optimizer may come in: 40 GiB take about a second
+
 
 # ---- micro-batches ---------------------------------------------------------------------------------------------------
 
@@ -290,11 +292,13 @@ class Schedule:
         """Phase 3: stream the optimizer, publish θk+1, drop what the engines derived from θk."""
         with self.timeline.span("optimizer"):
             self.optimizer.sum_gradients(self.tp_group, self.dp_group)
-            self.arena.acquire("workspace")
+            with self.timeline.span("map workspace"):
+                self.arena.acquire("workspace")  # the allocator may have to give back all that it caches
             self._sample("optimizer")  # it may be over before the next sample
             info = self.optimizer.step(step, grad_scale, self.tp_group, self.dp_group)
-            for region in ("workspace", "ahead", "gradient"):
-                self.arena.release(region)
+            with self.timeline.span("unmap"):
+                for region in ("workspace", "ahead", "gradient"):
+                    self.arena.release(region)
         with self.timeline.span("publish"):
             self.snapshot.publish()
             self.version += 1
@@ -455,8 +459,10 @@ class Schedule:
     def _actor_gradients(self, batches: list[MicroBatch], loss: Callable[[torch.Tensor, Group], torch.Tensor]) -> None:
         self.begin_gradients()
         with self.timeline.span("actor", every_stream=False):  # what is loaded ahead may still be on its way
-            for batch in batches:
-                if batch is batches[-1] and self.optimizer.ahead_bytes:
+            for i, batch in enumerate(batches):
+                waits = any(later.actor is not None for later in batches[i + 1 :])
+                asked = self.optimizer.ahead_bytes and not self.arena.mapped("ahead")
+                if asked and not waits and i >= len(batches) - _AHEAD_BATCHES:
                     self._load_ahead()
                 if batch.actor is None:
                     with self.timeline.span("actor prefix"):
@@ -470,7 +476,7 @@ class Schedule:
                     group.drop()
 
     def _load_ahead(self) -> None:
-        """The optimizer's first chunks come in beside the last micro-batch, where the kept prefixes were."""
+        """The optimizer's first chunks come in beside the last micro-batches, where the kept prefixes were."""
         with self.timeline.span("load ahead"):
             room = memory.has_room(self.optimizer.ahead_bytes + 2**30)
             if room:

@@ -1,6 +1,7 @@
 """optimizer.py against torch.optim.AdamW, bit for bit, and its promises about skips, resume and memory."""
 
 import math
+import threading
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
@@ -35,9 +36,10 @@ def chunk(elements: int) -> float:
 
 
 def load_ahead(optimizer):
-    """As the schedule does before the last micro-batch; how many chunks are on their way."""
+    """As the schedule does beside the last micro-batches; how many elements have come once there is room for no
+    more."""
     optimizer.load_ahead(torch.full((optimizer.ahead_bytes,), 255, dtype=torch.uint8))
-    return len(optimizer._ahead)
+    return optimizer._ahead[1].result()
 
 
 def build(config, dtype=torch.float32, decay=lambda i: True, shapes=SHAPES, seed=0, **marks):
@@ -119,16 +121,98 @@ def test_bit_identical_where_chunks_were_loaded_ahead(elements, room):
         grad.copy_(gradient(step))
         if step % 3 != 1:
             loaded = load_ahead(optimizer)
-            assert loaded == min(int(room), chunks - 3)
+            assert loaded == optimizer.chunks[min(int(room), chunks - 3)][0]
             for state in (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq):
-                state[: optimizer.chunks[loaded][0]] = math.nan  # what is there is not loaded again
+                state[:loaded] = math.nan  # what is there is not loaded again
         info = optimizer.step(step)
-        assert info.clip_coef < 1 and not info.skipped and optimizer._ahead == []
+        assert info.clip_coef < 1 and not info.skipped and optimizer._ahead is None
+        assert step % 3 == 1 or info.bytes_ahead == 12 * loaded
         torch_step(reference, params, gradient(step) * info.clip_coef, lr_at(step, config))
     assert_same(optimizer, params, reference)
     assert all(torch.equal(dest, param) for dest, param in zip(dests, params, strict=True))
     assert optimizer.ahead_bytes == ahead_bytes(config, TOTAL) == min(int(room), chunks - 3) * 12 * elements
     assert optimizer.workspace.nbytes == workspace_bytes(config) == 3 * 12 * elements  # and no more of it
+
+
+@pytest.mark.parametrize("pieces", [1, 5, 9, 10, 17])
+def test_bit_identical_wherever_loading_ahead_is_told_to_stop(pieces, monkeypatch):
+    """After pieces of 1000 elements, nine of them a chunk whose last is short."""
+    monkeypatch.setattr("optimizer._PIECE", 1000)
+    config = replace(CONFIG, weight_decay=0.1, chunk_mib=chunk(8192), ahead_gib=4 * chunk(8192) / 1024)
+    optimizer, grad, dests = build(config)
+    params, reference = torch_adamw(dests, config)
+    size, waited, synchronize = optimizer.chunks[0][1], [], memory.synchronize
+    assert 7000 < size < 8000 and len(optimizer.chunks) == 7
+    ends = [c for a, b in optimizer.chunks for c in [*range(a + 1000, b, 1000), b]]
+
+    def stops(every_stream=True):
+        """Once it has waited for its last piece the thread is told to stop."""
+        if threading.current_thread() is not threading.main_thread():
+            waited.append(every_stream)
+            if len(waited) == pieces:
+                optimizer._halt.set()
+        synchronize(every_stream)
+
+    monkeypatch.setattr(memory, "synchronize", stops)
+    for step in range(3):
+        waited.clear()
+        assert load_ahead(optimizer) == ends[pieces - 1] and waited == [False] * pieces
+        for state in (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq):
+            state[: ends[pieces - 1]] = math.nan  # what is there is not loaded again
+        grad.copy_(gradient(step))
+        assert optimizer.step(step).bytes_ahead == 12 * ends[pieces - 1]
+        torch_step(reference, params, gradient(step), lr_at(step, config))
+    assert_same(optimizer, params, reference)
+    assert all(torch.equal(dest, param) for dest, param in zip(dests, params, strict=True))
+
+
+def test_a_step_takes_what_has_come_and_does_not_wait_for_the_rest(monkeypatch):
+    monkeypatch.setattr("optimizer._PIECE", 32)
+    config = replace(CONFIG, chunk_mib=chunk(8192), ahead_gib=4 * chunk(8192) / 1024)
+    optimizer, grad, _ = build(config)
+    plain, plain_grad, _ = build(config)
+    room, come = torch.full((optimizer.ahead_bytes,), 255, dtype=torch.uint8), []
+    for step in range(20):
+        for each in (grad, plain_grad):
+            each.copy_(gradient(step))
+        optimizer.load_ahead(room)
+        come.append(optimizer.step(step).bytes_ahead)
+        plain.step(step)
+        assert all(torch.equal(a, b) for a, b in zip(snapshot(plain), snapshot(optimizer), strict=True))
+    assert min(come) < 12 * optimizer.chunks[3][1]
+
+
+@pytest.mark.parametrize(("elements", "slots"), [(20_000, 1), (40_000, 2)])
+def test_bit_identical_with_what_comes_beside_the_norm(elements, slots):
+    config = replace(CONFIG, weight_decay=0.1, max_grad_norm=0.5, chunk_mib=chunk(elements))
+    optimizer, grad, dests = build(config)
+    params, reference = torch_adamw(dests, config)
+    for step in range(3):
+        grad.copy_(gradient(step))
+        optimizer.load_ahead()  # as step does, which need not wait until they are there
+        loaded = optimizer._ahead[1].result()
+        assert loaded == optimizer.chunks[slots - 1][1]
+        for state in (optimizer.master, optimizer.exp_avg, optimizer.exp_avg_sq):
+            state[:loaded] = math.nan
+        info = optimizer.step(step)
+        assert info.clip_coef < 1 and info.bytes_ahead == 12 * loaded
+        torch_step(reference, params, gradient(step) * info.clip_coef, lr_at(step, config))
+    assert_same(optimizer, params, reference)
+
+
+def test_an_error_of_a_load_ahead_reaches_the_step():
+    config = replace(CONFIG, chunk_mib=chunk(8192), ahead_gib=4 * chunk(8192) / 1024)
+    optimizer, grad, _ = build(config)
+    grad.copy_(gradient(0))
+    state, before = optimizer.exp_avg, snapshot(optimizer)
+    optimizer.exp_avg = state[:10_000]
+    with pytest.raises(RuntimeError, match="must match the size"):
+        load_ahead(optimizer)  # waits until the thread has got there
+    with pytest.raises(RuntimeError, match="must match the size"):
+        optimizer.step(0)
+    optimizer.exp_avg = state
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(optimizer), strict=True))
+    assert not optimizer.step(0).skipped  # and it is forgotten
 
 
 def test_what_was_loaded_ahead_is_forgotten_when_the_state_changes():
@@ -201,11 +285,12 @@ def test_clipping_and_scale_follow_torch():
 def test_the_norm_is_the_same_at_any_chunk_size_whose_workspace_holds_a_block():
     """More than a block, and a part of one: 2.7 MiB are enough for its 2**20 elements in FP64."""
     total, norms = 5 << 19, []
-    for chunk_mib in (2.7, 8.0, 64.0):
+    for chunk_mib, beside in ((2.7, 0), (8.0, 1), (10.0, 2), (64.0, 2)):
         optimizer, grad, _ = build(replace(CONFIG, chunk_mib=chunk_mib), shapes=[(total,)])
         grad.copy_(gradient(0, total))
         norms.append(optimizer.step(0).grad_norm)
-    assert norms[0] == norms[1] == norms[2] == pytest.approx(float(gradient(0, total).double().norm()), rel=1e-12)
+        assert optimizer._beside_norm == beside
+    assert len({*norms}) == 1 and norms[0] == pytest.approx(float(gradient(0, total).double().norm()), rel=1e-12)
 
 
 def test_small_norm_is_not_clipped():
@@ -447,29 +532,20 @@ def test_update_allocates_nothing_that_grows_with_the_model():
     assert max(peaks) <= 4096
 
 
-class LateStreams(TorchDispatchMode):
+class LateStreams:
     """Streams as a GPU has them: work is queued when it is enqueued and runs later, in any order the marks allow."""
 
-    VIEWS = ("slice", "select", "view", "unbind", "alias", "detach", "as_strided")
-
     def __init__(self, prefer):
-        super().__init__()
-        self.prefer, self.queues, self.active, self.reached = prefer, [], None, set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if self.active is None or function.overloadpacket.__name__ in self.VIEWS:
-            return function(*args, **kwargs)
-        self.active.append(("work", partial(function, *args, **kwargs)))
-        return kwargs.get("out", args[0])
+        self.prefer, self.queues, self.reached = prefer, [], set()
 
     def stream(self):
         self.queues.append([])
-        return LateStream(self, self.queues[-1])
+        return LateStream(self.queues[-1])
 
-    def synchronize(self):
-        """Run everything; at each turn the first stream of `prefer` that is not waiting for a mark."""
-        while any(self.queues):
+    def synchronize(self, every_stream=True):
+        """Run everything; at each turn the first stream of `prefer` that is not waiting for a mark. A thread that loads
+        ahead waits for nothing, so that its work, too, comes as late as it can."""
+        while every_stream and any(self.queues):
             candidates = (self.queues[i] for i in self.prefer)
             queue = next(q for q in candidates if q and (q[0][0] != "wait" or q[0][1] in self.reached))
             kind, item = queue.pop(0)
@@ -479,17 +555,22 @@ class LateStreams(TorchDispatchMode):
                 self.reached.add(item)
 
 
-class LateStream:
-    """Its follow() has nothing to wait for: what no stream was given ran at once."""
+class LateStream(TorchDispatchMode):
+    """`with stream:` queues what its thread computes. Its follow() has nothing to wait for: what no stream was given
+    ran at once."""
 
-    def __init__(self, world, queue):
-        self.world, self.queue = world, queue
+    VIEWS = ("slice", "select", "view", "unbind", "alias", "detach", "as_strided")
 
-    def __enter__(self):
-        self.world.active = self.queue
+    def __init__(self, queue):
+        super().__init__()
+        self.queue = queue
 
-    def __exit__(self, *exc):
-        self.world.active = None
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.overloadpacket.__name__ in self.VIEWS:
+            return function(*args, **kwargs)
+        self.queue.append(("work", partial(function, *args, **kwargs)))
+        return kwargs.get("out", args[0])
 
     def record(self):
         mark = object()
@@ -510,19 +591,19 @@ def test_marks_alone_keep_the_pipeline_in_order(prefer, ahead, monkeypatch):
     run before the load that load_ahead enqueued."""
     config = replace(CONFIG, weight_decay=0.1, chunk_mib=chunk(4096), ahead_gib=ahead * chunk(4096) / 1024)
     plain, plain_grad, plain_dests = build(config)
+    for step in range(3):
+        plain_grad.copy_(gradient(step))
+        plain.step(step)
     streams = LateStreams(prefer)
     monkeypatch.setattr(memory, "Stream", streams.stream)
     monkeypatch.setattr(memory, "synchronize", streams.synchronize)
-    with streams:
-        late, late_grad, late_dests = build(config)
-        assert len(late.chunks) > 6
-        for step in range(3):
-            plain_grad.copy_(gradient(step))
-            late_grad.copy_(plain_grad)
-            plain.step(step)
-            if ahead:
-                assert load_ahead(late) == min(ahead, len(late.chunks) - 3) and any(streams.queues)
-            late.step(step)
+    late, late_grad, late_dests = build(config)
+    assert len(late.chunks) > 6
+    for step in range(3):
+        late_grad.copy_(gradient(step))
+        if ahead:
+            assert load_ahead(late) == late.chunks[min(ahead, len(late.chunks) - 3)][0] and any(streams.queues)
+        late.step(step)
     assert streams.reached and not any(streams.queues)
     for name in ("master", "exp_avg", "exp_avg_sq"):
         assert torch.equal(getattr(late, name), getattr(plain, name))
