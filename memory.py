@@ -527,7 +527,7 @@ CONTRACT = (
     ),
     Row(
         "optimizer_state", "FP32 master weights + Adam moments", "permanent", "P3 optimizer", "n/a",
-        "host pool; one window of chunks in Phase 3, its first ones from the last micro-batch of Phase 2 on", "no",
+        "host pool; one window of chunks in Phase 3, its first ones from the last micro-batches of Phase 2 on", "no",
         "", "",
         "Schedule.update (it stays with --memory.no-state-offload)",
     ),
@@ -557,7 +557,7 @@ def allowed_barriers(row: Row, policy: MemoryConfig) -> str:
 
 def check_contract(barrier: str, held: dict[str, int], policy: MemoryConfig, ahead_bytes: int = 0) -> None:
     """Compare what the device holds ({tag: bytes}) with CONTRACT at barrier "1", "2" or "3". ahead_bytes: of the
-    optimizer's state that may be there when Phase 3 opens, loaded beside the last micro-batch.
+    optimizer's state that may be there when Phase 3 opens, loaded beside the last micro-batches.
 
     Raises ContractError with a line for each object that should be gone (its size, its last use, who should have
     released it) or is missing.

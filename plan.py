@@ -239,7 +239,7 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
     frozen = {"reference_boundary": s["boundary"]} if w.reference else {}
     reference, tokens, gradient = ({name: s[name]} for name in ("reference", "logprobs", "gradient"))
     update, base = gradient | {"optimizer_state": s["workspace"]}, tokens | gradient
-    loaded = {"optimizer_state": s["ahead"]} if s["ahead"] else {}  # from the last micro-batch of phase 2 on
+    loaded = {"optimizer_state": s["ahead"]} if s["ahead"] else {}  # from the last micro-batches of phase 2 on
     produced = s["prefix_mb"] if kind == "offload" else waiting  # a GPU saves faster than copies leave it
     yield window("start-up", "engine and optimizer start", **update)
     if not ahead:
@@ -314,7 +314,7 @@ def formulas(p: Plan) -> dict[str, str]:
     kv = f"{kv_token_bytes(hf_config, w, rollout_tp) / 1024:g} KiB a token"
     chunk = optimizer.OptimizerConfig(chunk_mib=w.chunk_mib, ahead_gib=w.ahead_gib)
     ahead = optimizer.ahead_chunks(chunk, held.numel) if w.ahead_gib else 0
-    chunks = f"3 x {w.chunk_mib:g} MiB" + f", and {ahead} more from the last micro-batch of phase 2 on" * bool(ahead)
+    chunks = f"3 x {w.chunk_mib:g} MiB" + f", and {ahead} more from the last micro-batches of phase 2 on" * bool(ahead)
     return {
         "snapshot": f"{b} B x {held.snapshot / b / 1e9:.3f} B parameters of a rollout shard{fused}",
         "engine_weights": f"{b} B x {held.snapshot / b / 1e9:.3f} B: the engine's own copy",

@@ -297,7 +297,7 @@ def facts(trainer: "Trainer") -> str:
         ("gradients", 4 * trainer.numel, "FP32, Phases 2 and 3"),
         ("optimizer state", 12 * trainer.numel, "host: FP32 master and two moments"),
         ("optimizer workspace", optim.workspace_bytes(config.optimizer), "Phase 3, whatever the model's size"),
-        ("optimizer, loaded ahead", trainer.optimizer.ahead_bytes, "from the last micro-batch of Phase 2 on"),
+        ("optimizer, loaded ahead", trainer.optimizer.ahead_bytes, "from the last micro-batches of Phase 2 on"),
         ("KV cache of the engine", config.rollout.kv_cache_gib * 2**30, "Phase 1"),
     )
     lines = [

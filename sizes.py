@@ -65,7 +65,7 @@ class Workload:
     chunk_mib: float = 64.0
     """Chunk of the streamed optimizer, MiB; three are in use."""
     ahead_gib: float = 0.0
-    """Room for more chunks, which are loaded beside the last micro-batch of Phase 2, GiB."""
+    """Room for more chunks, which are loaded beside the last micro-batches of Phase 2, GiB."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of weights and activations."""
     qkv: Literal["fused", "split"] = "fused"
