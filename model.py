@@ -238,21 +238,16 @@ class QwenVL(torch.nn.Module):
     def __init__(self, config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str, recompute_layers: bool = False):
         super().__init__()
         require_kernels(memory.device(), dtype)
-        self.config = config
-        self.dtype = dtype
+        self.config, self.dtype, self.recompute_layers = config, dtype, recompute_layers
         self.vision = VisionTower(config.vision_config, dtype)
-        self.recompute_layers = recompute_layers
         self.lm = _language_model(config, dtype, qkv)
         self.tied = config.tie_word_embeddings
         self.group = parallel_state.get_tensor_model_parallel_group()
-        rows = align(config.text_config.vocab_size, VOCAB_MULTIPLE) // self.group.size()
-        first = rows * self.group.rank()
-        bias = torch.zeros(rows)  # [V], this rank's rows
-        for i in forbidden_ids(config):
-            if first <= i < first + rows:
-                bias[i - first] = FORBIDDEN_BIAS
-        bias[max(0, config.text_config.vocab_size - first) :] = float("-inf")  # rows that only pad the vocabulary
-        self.logit_bias = bias.to(memory.device())
+        vocab = config.text_config.vocab_size
+        bias = torch.zeros(align(vocab, VOCAB_MULTIPLE))
+        bias[forbidden_ids(config)] = FORBIDDEN_BIAS
+        bias[vocab:] = float("-inf")  # rows that only pad the vocabulary
+        self.logit_bias = bias.chunk(self.group.size())[self.group.rank()].to(memory.device())  # [V], this rank's rows
 
     def bind(self, views: dict[str, torch.Tensor], requires_grad: bool) -> None:
         """Point every parameter at `views` (name -> tensor in the parameter's shape). Raises RuntimeError on any
@@ -279,9 +274,7 @@ class QwenVL(torch.nn.Module):
         leaves = {layer: tuple(t.detach().requires_grad_(trained) for t in pair) for layer, pair in kv.items()}
         return Prefix(samples, leaves, kv if trained and keep else None, last_positions)
 
-    def _prefix_kv(
-        self, samples: list, recompute_vision: bool = False
-    ) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], list[int]]:
+    def _prefix_kv(self, samples: list, recompute_vision: bool = False) -> tuple[dict, list[int]]:
         """Key and value of each layer, and where each prompt's last token stands."""
         lengths, ids = _prefix_ids(samples)
         places = [positions(s.input_ids.tolist(), s.grid_thw.tolist(), s.second_per_grid, self.config) for s in samples]
