@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from bench import MIB, Record, events_by_step, overlap_table, print_table, read_metrics
+from records import MIB, Record, events_by_step, overlap_table, print_table, read_metrics
 
 
 @dataclass(frozen=True)
