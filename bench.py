@@ -29,6 +29,7 @@ import statistics
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Annotated
 
@@ -124,17 +125,11 @@ def reward_curve(seeds: list[list[Record]], smooth: int = 1) -> tuple[list[int],
 def phase_seconds(seeds: list[list[Record]]) -> tuple[list[int], dict[str, list[float]]]:
     """Steps, and seconds of each phase at each step, averaged over seeds. "other" is what is left of step_s."""
     steps = common_steps(seeds)
-    names: dict[str, None] = {}  # in order of appearance
-    for record in (record for records in seeds for record in records):
-        names |= {
-            key.removeprefix("phase/"): None for key in record if key.startswith("phase/") and key != "phase/other"
-        }
-    aligned = [_at(records, steps) for records in seeds]
-    phases = {
-        name: [statistics.fmean(r.get(f"phase/{name}", 0.0) for r in row) for row in zip(*aligned, strict=True)]
-        for name in names
-    }
-    totals = [statistics.fmean(r["step_s"] for r in row) for row in zip(*aligned, strict=True)]
+    keys = dict.fromkeys(key for records in seeds for record in records for key in record if key.startswith("phase/"))
+    names = [key.removeprefix("phase/") for key in keys if key != "phase/other"]  # in order of appearance
+    rows = list(zip(*(_at(records, steps) for records in seeds), strict=True))
+    phases = {name: [statistics.fmean(r.get(f"phase/{name}", 0.0) for r in row) for row in rows] for name in names}
+    totals = [statistics.fmean(r["step_s"] for r in row) for row in rows]
     phases["other"] = [total - sum(p[i] for p in phases.values()) for i, total in enumerate(totals)]
     return steps, phases
 
@@ -174,23 +169,20 @@ def summary(seeds: list[list[Record]]) -> dict[str, str]:
 
 def draw_reward(groups: Groups, path: Path, smooth: int) -> None:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    chances = {}
     for name, seeds in groups.items():
         steps, mean, low, high = reward_curve(seeds, smooth)
         label = name if len(seeds) == 1 else f"{name} (mean of {len(seeds)} seeds, band lowest to highest)"
         (line,) = axes.plot(steps, mean, label=label, linewidth=2, marker="." if len(steps) < 40 else None)
         axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-        if (chance := seeds[0][-1].get("chance")) is not None:
-            chances[chance] = None
-    for chance in chances:
-        axes.axhline(chance, color="black", linestyle="--", linewidth=1, label=f"chance {chance:.3g}")
+    for chance in dict.fromkeys(seeds[0][-1].get("chance") for seeds in groups.values()):
+        if chance is not None:
+            axes.axhline(chance, color="black", linestyle="--", linewidth=1, label=f"chance {chance:.3g}")
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("mean reward" + (f", average of {smooth} steps" if smooth > 1 else ""))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside upper left", fontsize="medium")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _save(figure, path)
 
 
 def draw_step_time(groups: Groups, path: Path) -> None:
@@ -217,8 +209,7 @@ def draw_step_time(groups: Groups, path: Path) -> None:
     panels[0][0].set(ylabel="seconds a step, by phase of rank 0", ylim=(0, 1.15 * top))
     order = list(areas)[::-1]  # as they lie on each other
     figure.legend([areas[phase] for phase in order], order, loc="outside right upper")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _save(figure, path)
 
 
 # ---- trace -----------------------------------------------------------------------------------------------------------
@@ -268,8 +259,7 @@ def draw_trace(step: int, events: list[dict], path: Path) -> None:
     axes.set(xlim=(0, length), ylim=(y - 0.5, -1.3), xlabel=f"seconds into step {step}")
     axes.grid(axis="x", alpha=0.3)
     figure.legend(list(bars.values()), list(bars), loc="outside right upper")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _save(figure, path)
 
 
 # ---- helpers and commands --------------------------------------------------------------------------------------------
@@ -285,13 +275,14 @@ def _median(records: list[Record], key: str, spec: str, scale: float = 1.0) -> s
     return format(statistics.median(values) * scale, spec) if values else "n/a"
 
 
+def _save(figure, path: Path) -> None:
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def _colors(names: Iterable[str]) -> dict[str, str]:
-    colors, spare = dict(_COLORS), 0
-    for name in names:
-        if name not in colors:
-            colors[name] = _SPARE[spare % len(_SPARE)]
-            spare += 1
-    return colors
+    unknown = [name for name in dict.fromkeys(names) if name not in _COLORS]
+    return _COLORS | dict(zip(unknown, cycle(_SPARE), strict=False))
 
 
 def curves(args: Curves) -> None:

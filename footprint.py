@@ -226,9 +226,8 @@ def peak_table(device: Device, plan: dict[str, dict[str, int]]) -> list[list[str
     the planner's bytes and by how much the sampled ones are more."""
     peaks = phase_peaks(device)
     name, unit = _unit(int(device.total.max()))
-    rows = {tag: [tag] for tag in _order({tag for _, held in peaks.values() for tag, n in held.items() if n})}
-    for tag in _order({tag for phase in peaks for tag in plan.get(phase, {})}):
-        rows.setdefault(tag, [tag])
+    held_tags = {tag for _, held in peaks.values() for tag, n in held.items() if n}
+    rows = {tag: [tag] for tag in _order(held_tags | {tag for phase in peaks for tag in plan.get(phase, {})})}
     head, total, at, capacity = [f"GPU {device.gpu}, {name}"], ["total"], ["at, s"], ["capacity"]
     for phase, (time_s, held) in peaks.items():
         head.append(_phase_name(phase))
@@ -240,7 +239,7 @@ def peak_table(device: Device, plan: dict[str, dict[str, int]]) -> list[list[str
         head += [] if planned is None else ["plan", "more"]
         at += [f"{time_s:.2f}", *blank]
         capacity += ["n/a" if device.capacity_bytes is None else f"{device.capacity_bytes / unit:.2f}", *blank]
-    return [head, *(rows[tag] for tag in _order(rows)), total, at, capacity]
+    return [head, *rows.values(), total, at, capacity]
 
 
 def _phase_name(phase: str) -> str:
@@ -321,27 +320,26 @@ def _draw_objects(axes, device: Device, unit: int) -> dict:
             color = _OBJECTS.get(tag, "gold")
             areas[tag] = axes.fill_between(edges, base, base + values, step="post", color=color, linewidth=0)
             base = base + values
-    axes.set_xlim(edges[0], edges[-1])
     return areas
 
 
 def _draw_roles(axes, device: Device, unit: int) -> dict:
     edges, lines = np.append(device.times_s, device.end_s), {}
     known = {tag for tags in _ROLES.values() for tag in tags}
-    colors = [*("tab:gray", "tab:blue", "tab:olive", "tab:red", "tab:purple"), "black"]
+    colors = "tab:gray", "tab:blue", "tab:olive", "tab:red", "tab:purple", "black"
     roles = _ROLES | {"other": tuple(tag for tag in device.bytes if tag not in known)}
     for (role, tags), color in zip(roles.items(), colors, strict=True):
         held = [device.bytes[tag] for tag in tags if tag in device.bytes]
         if held and (values := sum(held)).any():
             values = np.append(values, values[-1]) / unit
             lines[role] = axes.step(edges, values, where="post", color=color, linewidth=1.3)[0]
-    axes.set_xlim(edges[0], edges[-1])
     return lines
 
 
 def _draw_phases(axes, device: Device) -> None:
     """Shade the phases, and name those that are wide enough."""
     edges = np.append(device.times_s, device.end_s)
+    axes.set_xlim(edges[0], edges[-1])
     starts = [0, *(i for i in range(1, len(device.phases)) if device.phases[i] != device.phases[i - 1])]
     shades = {"1": "white", "2": "0.92", "3": "0.82"}
     for start, end in zip(starts, [*starts[1:], len(device.phases)], strict=True):

@@ -161,7 +161,7 @@ def test_growth_command(tmp_path, capsys):
     assert rows["54"][2:] == ["6", "to", "59"]
     host, flat, noisy = (rows[f"{name}_bytes"] for name in ("host", "phase1_peak", "phase2_peak"))
     assert host[-1] == "grows" and float(host[2]) == pytest.approx(2.0, abs=0.1) and float(host[3]) < 0.1
-    assert (flat[1], float(flat[2]), flat[-1]) == ("77.00", 0.0, "flat") and noisy[-1] == "flat"
+    assert (flat[1], float(flat[2]), float(flat[3]), flat[-1]) == ("77.00", 0, 0, "flat") and noisy[-1] == "flat"
     bench.main(["growth", str(run), "--tolerance-mib", "3"])
     assert "grows" not in capsys.readouterr().out
     bench.main(["growth", str(run), "--warm-up", "0.5"])
