@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -108,20 +109,20 @@ def step_figures(record: Record, events: list[dict]) -> dict[str, float | None]:
     table = overlap_table([event for lane in (*prefixes, *engines) for event in lane])
     spent, beside = (sum(row[i] for row in table.values()) for i in (0, 1))
     overlapped = record["overlap"] == "prefix"
-    optimizer_s, floor_s = _longest(trainers, ("optimizer",)), record.get("optimizer_floor_s")
+    optimizer_s, floor_s = _longest(trainers, "optimizer"), record.get("optimizer_floor_s")
     return {
         "step_s": record["step_s"],
-        "rollout_s": _longest(engines, None, makespan=True),
-        "decode_s": _longest(engines, ("decode",)),
+        "rollout_s": _makespan(engines),
+        "decode_s": _longest(engines, "decode"),
         "prefixes_alone_s": record.get("prefixes_alone_s"),
-        "prefixes_s": _longest(prefixes, None, makespan=True) if overlapped else None,
+        "prefixes_s": _makespan(prefixes) if overlapped else None,
         "prefixes_beside": beside / spent if overlapped and spent else None,
         "optimizer_s": optimizer_s,
         "optimizer_over_floor": optimizer_s / floor_s if optimizer_s and floor_s else None,
-        "publish_s": _longest(trainers, ("publish",)),
+        "publish_s": _longest(trainers, "publish"),
         "exchange_s": record.get("exchange_s"),
         "exchange_share": record.get("exchange_share"),
-        "kv_s": _longest(trainers, ("KV release", "KV restore")),
+        "kv_s": _longest(trainers, "KV release", "KV restore"),
         "mfu": record.get("mfu"),
         "logprob_diff_mean": record["logprob_diff_mean"],
         "logprob_diff_max": record["logprob_diff_max"],
@@ -129,15 +130,16 @@ def step_figures(record: Record, events: list[dict]) -> dict[str, float | None]:
     }
 
 
-def _longest(lanes_: list[list[dict]], names: tuple[str, ...] | None, makespan: bool = False) -> float | None:
-    """Seconds of the events with these names (None: all), added up or from first to last, in the lane that has most."""
-    found = [[e for e in lane if names is None or e["name"] in names] for lane in lanes_]
-    found = [lane for lane in found if lane]
-    if not found:
-        return None
-    if makespan:
-        return max(max(e["ts"] + e["dur"] for e in lane) - min(e["ts"] for e in lane) for lane in found) / 1e6
-    return max(sum(e["dur"] for e in lane) for lane in found) / 1e6
+def _makespan(lanes_: list[list[dict]]) -> float | None:
+    """Seconds from the first event to the last one's end, in the lane where that is most; None without events."""
+    spans = [(min(e["ts"] for e in lane), max(e["ts"] + e["dur"] for e in lane)) for lane in lanes_ if lane]
+    return max(((end - start) / 1e6 for start, end in spans), default=None)
+
+
+def _longest(lanes_: list[list[dict]], *names: str) -> float | None:
+    """Seconds of the events with these names added up, in the lane that has most; None without such events."""
+    found = [[e["dur"] for e in lane if e["name"] in names] for lane in lanes_]
+    return max((sum(durations) / 1e6 for durations in found if durations), default=None)
 
 
 def compare_results(records: list[Record], events: dict[int, list[dict]]) -> list[dict]:
@@ -368,22 +370,16 @@ def optimizer_floor_s(trainer) -> float | None:
     stays on the device."""
     import torch
 
-    import memory
-
     if not trainer.config.memory.state_offload:
         return None
     host, total = trainer.optimizer.exp_avg, trainer.optimizer.total
     workspace = trainer.arena.acquire("workspace").view(torch.float32)
     count = min(len(workspace), total)
-    pair, seconds = (workspace[:count], host[:count]), ([], [])
-    for _ in range(6):
-        for (target, source), found in zip((pair, pair[::-1]), seconds, strict=True):  # out again: the state is kept
-            start = time.perf_counter()
-            target.copy_(source)
-            memory.synchronize()
-            found.append(time.perf_counter() - start)
+    there, back = workspace[:count], host[:count]
+    copies = (lambda: there.copy_(back)), (lambda: back.copy_(there))  # out again: the state is kept
+    seconds = max(_median_s(trainer, copy) for copy in copies)
     trainer.arena.release("workspace")
-    return _slowest(trainer, max(3 * total / count * statistics.median(found[1:]) for found in seconds))
+    return _slowest(trainer, 3 * total / count * seconds)
 
 
 def exchange_figures(trainer) -> dict[str, float | None]:
@@ -392,8 +388,6 @@ def exchange_figures(trainer) -> dict[str, float | None]:
     exchange writes what is there already. None where a training shard is the whole rollout shard."""
     import torch
     import torch.distributed as dist
-
-    import memory
 
     snapshot = trainer.snapshot
     if (q := snapshot.plan.q) == 1:
@@ -412,19 +406,27 @@ def exchange_figures(trainer) -> dict[str, float | None]:
             for request in dist.batch_isend_irecv([out, back]):
                 request.wait()
 
-    def seconds(run) -> float:
-        found = []
-        for _ in range(6):  # the first connects
-            memory.synchronize()
-            dist.barrier(group=trainer.ranks.everyone)
-            start = time.perf_counter()
-            run()
-            memory.synchronize()
-            found.append(time.perf_counter() - start)
-        return _slowest(trainer, statistics.median(found[1:]))
-
-    exchange_s, copy_s = seconds(snapshot.exchange), seconds(copy) * nbytes / (pieces * len(piece))
+    exchange_s, copy_s = (_slowest(trainer, _median_s(trainer, run)) for run in (snapshot.exchange, copy))
+    copy_s *= nbytes / (pieces * len(piece))
     return {"exchange_s": exchange_s, "exchange_share": copy_s / exchange_s}
+
+
+def _median_s(trainer, run: Callable[[], object]) -> float:
+    """Seconds of run(), which all ranks begin together: the median of five, after one that connects or warms up.
+    Collective."""
+    import torch.distributed as dist
+
+    import memory
+
+    found = []
+    for _ in range(6):
+        memory.synchronize()
+        dist.barrier(group=trainer.ranks.everyone)
+        start = time.perf_counter()
+        run()
+        memory.synchronize()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])
 
 
 def _slowest(trainer, seconds: float) -> float:
@@ -437,18 +439,9 @@ def _slowest(trainer, seconds: float) -> float:
 
 def _watch_kv(trainer) -> None:
     """Have the engine's release and remap of its KV cache appear in the trace."""
-
-    def timed(call, name: str):
-        def run():
-            with trainer.timeline.span(name):
-                return call()
-
-        return run
-
-    engine = trainer.engine
-    if engine is not None:
-        engine.release_kv = timed(engine.release_kv, "KV release")
-        engine.restore_kv = timed(engine.restore_kv, "KV restore")
+    if (engine := trainer.engine) is not None:
+        engine.release_kv = trainer.timeline.span("KV release")(engine.release_kv)
+        engine.restore_kv = trainer.timeline.span("KV restore")(engine.restore_kv)
 
 
 def _vary_rewards(trainer) -> None:
@@ -476,17 +469,14 @@ def measure(trainer, log, workload: Workload, pairs: int, first: int, known: dic
     return first
 
 
-def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
-    """Start one trainer, measure every workload with it, write the tables. Collective over all ranks."""
+def prepare(config, workloads: list[Workload], ranks) -> tuple[Path, Path, list[Workload], list]:
+    """Run and model directory, the workloads with the sizes of their clips, and a data.DataConfig for each of them;
+    rank 0 writes the clips. Collective over all ranks."""
     import torch.distributed as dist
 
     import data
-    import memory
-    from run import Log, facts, prepare_run
-    from trainer import Trainer, join
+    from run import prepare_run
 
-    ranks = join(config)
-    ends.connect(ranks)
     probe = replace(config, data=clip_config(config.data, 4, 56, len(config.data.synthetic_kinds)))
     run_dir, model_dir = prepare_run(probe, ranks)
     root = run_dir.parent / "data"
@@ -496,6 +486,20 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
         for clip in clips:
             data.make_synthetic(root, clip)
     dist.barrier()
+    return run_dir, model_dir, workloads, clips
+
+
+def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
+    """Start one trainer, measure every workload with it, write the tables. Collective over all ranks."""
+    import torch.distributed as dist
+
+    import memory
+    from run import Log, facts
+    from trainer import Trainer, join
+
+    ranks = join(config)
+    ends.connect(ranks)
+    run_dir, model_dir, workloads, clips = prepare(config, workloads, ranks)
     config = replace(config, data=clips[0])
     log = Log(config, run_dir, ranks)
     ends.trainer = trainer = Trainer(config, ranks, run_dir, model_dir)
