@@ -11,26 +11,26 @@ Run:
     CPU, a minute:      torchrun --nproc-per-node 2 bench.py compare --workloads 120/12 200/24 --prompts 8
     two GPUs:           torchrun --nproc-per-node 2 bench.py compare --model qwen2.5-vl-7b
 Left out on purpose: sampled response lengths, whose chance would be taken for a difference between the schedules.
-To measure something else, add it to step_figures() and _FIGURES.
+To measure something else, add it to step_figures() and _FIGURES; what is computed is in workload.py.
 """
 
 import json
 import math
 import os
-import re
 import sched
 import statistics
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-import numpy as np
 import tyro
 
-from bench import MIB, Record, events_by_step, overlap_table, print_table, read_metrics
+from records import MIB, Record, events_by_step, overlap_table, print_table, read_metrics
+from workload import Prepared, Workload, clip_config, decode_samples, describe, draw_lengths, parse_workload, size_clips
 
 
 @dataclass(frozen=True)
@@ -59,41 +59,6 @@ class Compare:
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Workload:
-    """What both schedules compute in every step. N responses a prompt."""
-
-    name: str  # as asked for: prompt tokens / median response tokens
-    prompt_tokens: int  # at most so many
-    lengths: list[tuple[int, ...]]  # [prompts][N] response tokens
-    frames: int = 0
-    side: int = 0  # pixels
-
-
-def parse_workload(text: str) -> tuple[int, int]:
-    """ "470/125" -> prompt tokens, median response tokens."""
-    if not (match := re.fullmatch(r"(\d+)/(\d+)", text)) or not (int(match[1]) and int(match[2])):
-        raise ValueError(f"--workloads {text}: expected prompt tokens / median response tokens, like 470/125")
-    return int(match[1]), int(match[2])
-
-
-def draw_lengths(median: int, prompts: int, n: int, sigma: float, most: int, seed: int) -> list[tuple[int, ...]]:
-    """[prompts][n] response lengths: lognormal about the median, from 1 to `most` tokens."""
-    drawn = np.random.default_rng(seed).lognormal(math.log(median), sigma, (prompts, n))
-    return [tuple(int(length) for length in row) for row in np.clip(np.rint(drawn), 1, most)]
-
-
-def clip_size(visual_tokens: int, least_pixels: int, most_pixels: int) -> tuple[int, int]:
-    """Frames and side of the square clip with the most visual tokens up to `visual_tokens`, pixels a frame within the
-    processor's bounds; of equal ones that nearest to 16 frames. Two frames of 28 * 28 pixels make a token."""
-    sides = [k for k in range(1, 100) if least_pixels <= (28 * k) ** 2 <= most_pixels]
-    sizes = [(f // 2 * k * k, -abs(f - 16), f, 28 * k) for f in range(2, 34, 2) for k in sides]
-    if not (fitting := [size for size in sizes if size[0] <= visual_tokens]):
-        raise ValueError(f"{visual_tokens} visual tokens are too few: the smallest clip has {min(sizes)[0]}")
-    *_, frames, side = max(fitting)
-    return frames, side
-
-
 def step_figures(record: Record, events: list[dict]) -> dict[str, float | None]:
     """What the tables show of one step, from its metrics and its trace; durations are those of the slowest rank or
     engine. None where it was not measured."""
@@ -111,20 +76,20 @@ def step_figures(record: Record, events: list[dict]) -> dict[str, float | None]:
     table = overlap_table([event for lane in (*prefixes, *engines) for event in lane])
     spent, beside = (sum(row[i] for row in table.values()) for i in (0, 1))
     overlapped = record["overlap"] == "prefix"
-    optimizer_s, floor_s = _longest(trainers, ("optimizer",)), record.get("optimizer_floor_s")
+    optimizer_s, floor_s = _longest(trainers, "optimizer"), record.get("optimizer_floor_s")
     return {
         "step_s": record["step_s"],
-        "rollout_s": _longest(engines, None, makespan=True),
-        "decode_s": _longest(engines, ("decode",)),
+        "rollout_s": _makespan(engines),
+        "decode_s": _longest(engines, "decode"),
         "prefixes_alone_s": record.get("prefixes_alone_s"),
-        "prefixes_s": _longest(prefixes, None, makespan=True) if overlapped else None,
+        "prefixes_s": _makespan(prefixes) if overlapped else None,
         "prefixes_beside": beside / spent if overlapped and spent else None,
         "optimizer_s": optimizer_s,
         "optimizer_over_floor": optimizer_s / floor_s if optimizer_s and floor_s else None,
-        "publish_s": _longest(trainers, ("publish",)),
+        "publish_s": _longest(trainers, "publish"),
         "exchange_s": record.get("exchange_s"),
         "exchange_share": record.get("exchange_share"),
-        "kv_s": _longest(trainers, ("KV release", "KV restore")),
+        "kv_s": _longest(trainers, "KV release", "KV restore"),
         "mfu": record.get("mfu"),
         "logprob_diff_mean": record["logprob_diff_mean"],
         "logprob_diff_max": record["logprob_diff_max"],
@@ -132,15 +97,16 @@ def step_figures(record: Record, events: list[dict]) -> dict[str, float | None]:
     }
 
 
-def _longest(lanes_: list[list[dict]], names: tuple[str, ...] | None, makespan: bool = False) -> float | None:
-    """Seconds of the events with these names (None: all), added up or from first to last, in the lane that has most."""
-    found = [[e for e in lane if names is None or e["name"] in names] for lane in lanes_]
-    found = [lane for lane in found if lane]
-    if not found:
-        return None
-    if makespan:
-        return max(max(e["ts"] + e["dur"] for e in lane) - min(e["ts"] for e in lane) for lane in found) / 1e6
-    return max(sum(e["dur"] for e in lane) for lane in found) / 1e6
+def _makespan(lanes_: list[list[dict]]) -> float | None:
+    """Seconds from the first event to the last one's end, in the lane where that is most; None without events."""
+    spans = [(min(e["ts"] for e in lane), max(e["ts"] + e["dur"] for e in lane)) for lane in lanes_ if lane]
+    return max(((end - start) / 1e6 for start, end in spans), default=None)
+
+
+def _longest(lanes_: list[list[dict]], *names: str) -> float | None:
+    """Seconds of the events with these names added up, in the lane that has most; None without such events."""
+    found = [[e["dur"] for e in lane if e["name"] in names] for lane in lanes_]
+    return max((sum(durations) / 1e6 for durations in found if durations), default=None)
 
 
 def compare_results(records: list[Record], events: dict[int, list[dict]]) -> list[dict]:
@@ -290,64 +256,6 @@ def compare_config(args: Compare, rest: list[str], world: int) -> tuple:
     return config, text, workloads
 
 
-def size_clips(config, workloads: list[Workload], model_dir: Path, root: Path) -> list[Workload]:
-    """Choose each workload's clip so that text and visual tokens come near its prompt tokens and never above."""
-    import data
-
-    dataset = data.Dataset(replace(config, max_prompt_tokens=1 << 30), model_dir, root)
-    text = max(len(dataset[i].prompt_ids) - 1 for i in range(len(dataset)))
-    bounds = dataset.processor.video_processor.size
-    sized = []
-    for w in workloads:
-        try:
-            frames, side = clip_size(w.prompt_tokens - text, bounds["shortest_edge"], bounds["longest_edge"])
-        except ValueError as error:
-            raise ValueError(f"--workloads {w.name}: {text} of its prompt's tokens are text, and {error}") from None
-        sized.append(replace(w, frames=frames, side=side))
-    return sized
-
-
-def clip_config(config, frames: int, side: int, clips: int):
-    """data.DataConfig for the built-in task with clips of this size, taken as they are."""
-    pixels, rate = side * side, config.synthetic_fps
-    limits = dict(min_frames=min(config.min_frames, frames), max_frames=frames, fps=float(rate))
-    limits |= dict(min_pixels=min(config.min_pixels, pixels), max_pixels=pixels)
-    return replace(config, synthetic_frames=frames, synthetic_side=side, synthetic_clips=clips, **limits)
-
-
-class _Prepared:
-    """A loader (data.Loader) of one batch, decoded beforehand, whatever the position."""
-
-    wait_s, seen, bad = 0.0, 0, 0
-
-    def __init__(self, samples: list):
-        self._samples = samples
-
-    def missing(self, have: dict, position: int, n: int) -> list[int]:
-        return []
-
-    def decoded(self, slots: list[int]) -> bool:
-        return True
-
-    def usable(self, have: dict) -> list:
-        return self._samples
-
-    def take(self, have: dict, position: int, n: int) -> tuple[list, int]:
-        return self._samples, position
-
-    def close(self) -> None:
-        pass
-
-
-def decode_samples(trainer, config) -> list:
-    """A step's prompts of one workload, decoded by all ranks. Collective."""
-    import data
-
-    dataset = data.Dataset(config, trainer.model_dir, trainer.run_dir.parent / "data")
-    with data.Loader(dataset, trainer.run_dir, trainer.ranks.rank, trainer.ranks.world) as loader:
-        return trainer.samples(loader, 0, trainer.config.prompts)[0]
-
-
 def prefixes_alone(trainer) -> float:
     """Seconds of all of a step's reference and actor prefixes, also those that memory does not let run beside decode,
     with nothing beside them, on the slowest rank. Collective."""
@@ -376,22 +284,16 @@ def optimizer_floor_s(trainer) -> float | None:
     stays on the device."""
     import torch
 
-    import memory
-
     if not trainer.config.memory.state_offload:
         return None
     host, total = trainer.optimizer.exp_avg, trainer.optimizer.total
     workspace = trainer.arena.acquire("workspace").view(torch.float32)
     count = min(len(workspace), total)
-    pair, seconds = (workspace[:count], host[:count]), ([], [])
-    for _ in range(6):
-        for (target, source), found in zip((pair, pair[::-1]), seconds, strict=True):  # out again: the state is kept
-            start = time.perf_counter()
-            target.copy_(source)
-            memory.synchronize()
-            found.append(time.perf_counter() - start)
+    there, back = workspace[:count], host[:count]
+    copies = (lambda: there.copy_(back)), (lambda: back.copy_(there))  # out again: the state is kept
+    seconds = max(_median_s(trainer, copy) for copy in copies)
     trainer.arena.release("workspace")
-    return _slowest(trainer, max(3 * total / count * statistics.median(found[1:]) for found in seconds))
+    return _slowest(trainer, 3 * total / count * seconds)
 
 
 def exchange_figures(trainer) -> dict[str, float | None]:
@@ -400,8 +302,6 @@ def exchange_figures(trainer) -> dict[str, float | None]:
     exchange writes what is there already. None where a training shard is the whole rollout shard."""
     import torch
     import torch.distributed as dist
-
-    import memory
 
     snapshot = trainer.snapshot
     if (q := snapshot.plan.q) == 1:
@@ -420,19 +320,27 @@ def exchange_figures(trainer) -> dict[str, float | None]:
             for request in dist.batch_isend_irecv([out, back]):
                 request.wait()
 
-    def seconds(run) -> float:
-        found = []
-        for _ in range(6):  # the first connects
-            memory.synchronize()
-            dist.barrier(group=trainer.ranks.everyone)
-            start = time.perf_counter()
-            run()
-            memory.synchronize()
-            found.append(time.perf_counter() - start)
-        return _slowest(trainer, statistics.median(found[1:]))
-
-    exchange_s, copy_s = seconds(snapshot.exchange), seconds(copy) * nbytes / (pieces * len(piece))
+    exchange_s, copy_s = (_slowest(trainer, _median_s(trainer, run)) for run in (snapshot.exchange, copy))
+    copy_s *= nbytes / (pieces * len(piece))
     return {"exchange_s": exchange_s, "exchange_share": copy_s / exchange_s}
+
+
+def _median_s(trainer, run: Callable[[], object]) -> float:
+    """Seconds of run(), which all ranks begin together: the median of five, after one that connects or warms up.
+    Collective."""
+    import torch.distributed as dist
+
+    import memory
+
+    found = []
+    for _ in range(6):
+        memory.synchronize()
+        dist.barrier(group=trainer.ranks.everyone)
+        start = time.perf_counter()
+        run()
+        memory.synchronize()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])
 
 
 def _slowest(trainer, seconds: float) -> float:
@@ -445,18 +353,9 @@ def _slowest(trainer, seconds: float) -> float:
 
 def _watch_kv(trainer) -> None:
     """Have the engine's release and remap of its KV cache appear in the trace."""
-
-    def timed(call, name: str):
-        def run():
-            with trainer.timeline.span(name):
-                return call()
-
-        return run
-
-    engine = trainer.engine
-    if engine is not None:
-        engine.release_kv = timed(engine.release_kv, "KV release")
-        engine.restore_kv = timed(engine.restore_kv, "KV restore")
+    if (engine := trainer.engine) is not None:
+        engine.release_kv = trainer.timeline.span("KV release")(engine.release_kv)
+        engine.restore_kv = trainer.timeline.span("KV restore")(engine.restore_kv)
 
 
 def _vary_rewards(trainer) -> None:
@@ -491,17 +390,14 @@ def measure(trainer, log, workload: Workload, sides: dict[str, tuple], pairs: in
     return first
 
 
-def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
-    """Start one trainer, measure every workload with it, write the tables. Collective over all ranks."""
+def prepare(config, workloads: list[Workload], ranks) -> tuple[Path, Path, list[Workload], list]:
+    """Run and model directory, the workloads with the sizes of their clips, and a data.DataConfig for each of them;
+    rank 0 writes the clips. Collective over all ranks."""
     import torch.distributed as dist
 
     import data
-    import memory
-    from run import Log, facts, prepare_run
-    from trainer import Trainer, join
+    from run import prepare_run
 
-    ranks = join(config)
-    ends.connect(ranks)
     probe = replace(config, data=clip_config(config.data, 4, 56, len(config.data.synthetic_kinds)))
     run_dir, model_dir = prepare_run(probe, ranks)
     root = run_dir.parent / "data"
@@ -511,6 +407,20 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
         for clip in clips:
             data.make_synthetic(root, clip)
     dist.barrier()
+    return run_dir, model_dir, workloads, clips
+
+
+def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
+    """Start one trainer, measure every workload with it, write the tables. Collective over all ranks."""
+    import torch.distributed as dist
+
+    import memory
+    from run import Log, facts
+    from trainer import Trainer, join
+
+    ranks = join(config)
+    ends.connect(ranks)
+    run_dir, model_dir, workloads, clips = prepare(config, workloads, ranks)
     config = replace(config, data=clips[0])
     log = Log(config, run_dir, ranks)
     ends.trainer = trainer = Trainer(config, ranks, run_dir, model_dir)
@@ -528,7 +438,7 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
     for workload, clip in zip(workloads, clips, strict=True):
         samples = decode_samples(trainer, clip)
         log.say(f"\n{describe(workload, samples)}")
-        trainer.loader = _Prepared(samples)
+        trainer.loader = Prepared(samples)
         step = measure(trainer, log, workload, sides, args.pairs, step, known)
         if ranks.rank == 0:  # also what is there if the run ends early
             about, tables = report(run_dir, trainer, workloads, known)
@@ -537,17 +447,6 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
     if ranks.rank == 0:
         show(run_dir, about, tables)
     dist.destroy_process_group()
-
-
-def describe(workload: Workload, samples: list) -> str:
-    """A line on what is computed, with the exact token counts."""
-    tokens = sorted({len(sample.input_ids) for sample in samples})
-    lengths = sorted(length for row in workload.lengths for length in row)
-    return (
-        f"workload {workload.name}: {len(samples)} prompts of {' or '.join(map(str, tokens))} tokens, "
-        f"{samples[0].visual_tokens} of them visual ({workload.frames} frames of {workload.side} × {workload.side}); "
-        f"{len(lengths)} responses of {lengths[0]} to {lengths[-1]} tokens, median {statistics.median(lengths):g}"
-    )
 
 
 def report(run_dir: Path, trainer, workloads: list[Workload], known: dict) -> tuple[str, list[list[list[str]]]]:

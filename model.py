@@ -12,43 +12,32 @@ The prefix does not depend on the response, so it may run while the engine still
 prefix_backward() sends the sum through the language model, the projector and the vision tower once per group. The last
 prompt token belongs to the suffix, so that no hidden state has to cross the boundary.
 
-Prompts and responses of unequal length travel end to end, without padding. All responses attend to the boundary in one
-call of a flash kernel and to themselves in a second, merged by their log-sum-exp: a prompt's K and V are read where
-they lie, once for all its responses, and never copied.
-
-Of the logits, the largest tensor of a pass, autograd keeps what the matrix product gave, and no FP32 copy ever exists:
-a GPU makes log-probabilities and gradients from it in a kernel of ours (Triton) each, a CPU in chunks of rows.
-
 With `recompute_layers` a pass that is trained keeps only the input of each layer and of each block of the vision tower;
 backward computes one after the other again. K and V leave such a layer as its outputs, so that the boundary's gradients
 find their way back into it.
 
-The language model is tensor parallel; the ranks of a replica share out the media (vision.py). All parameters are views
-of memory that weights.py lays out: this file only says which function they compute.
+The language model is tensor parallel; the ranks of a replica share out the media (vision.py). Attention across the
+boundary is in attention.py, what becomes of the logits in logprobs.py. All parameters are views of memory that
+weights.py lays out: this file only says which function they compute.
 
 Run:
     python model.py                          # CPU or GPU: the tiny model's split pass; what sharing a prefix saves
     torchrun --nproc-per-node 2 model.py     # the same at TP 2
-Left out on purpose: pipeline and context parallelism, an attention kernel that merges both parts itself.
+Left out on purpose: pipeline and context parallelism, other model families.
 To add a model, add its configuration to configs.py, its tensors to weights.table() and its forward pass here.
 """
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -56,8 +45,10 @@ from transformers import Qwen2_5_VLConfig
 
 import memory
 from arena import Arena, align
+from attention import Boundary, SharedPrefix, require_kernels, suffix_boundary
 from configs import forbidden_ids
 from layers import Again, Packed, gated_mlp, rotate
+from logprobs import TargetLogprobs
 from rollout import FORBIDDEN_BIAS
 from vision import VisionTower, WithMedia
 from weights import VOCAB_MULTIPLE
@@ -95,253 +86,7 @@ def positions(input_ids: list[int], grid_thw: list[list[int]], second_per_grid: 
     return torch.from_numpy(np.concatenate(out, axis=1).astype(np.int64))
 
 
-# ---- attention across the boundary -----------------------------------------------------------------------------------
-
-
-@dataclass
-class _Boundary(PackedSeqParams):
-    """Tells the attention layers what to do in one forward pass; travels in Megatron's packed_seq_params argument.
-
-    A pass is one row of sequences, prompts or responses, end to end. A prefix pass fills `kv` with each layer's key and
-    value, [tokens of all prefixes, K, D]; a suffix pass reads them there.
-    """
-
-    kv: dict = field(default_factory=dict)
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cosine and sine [T, 1, D / 2] float32, for all layers
-    sequences: Packed | None = None
-    runs: list["_Run"] | None = None  # in a suffix pass
-    again: bool = False  # whether layers keep only their input
-
-
-class _Run(NamedTuple):
-    """Neighbouring prompts that have both responses in a pass and a prefix: one call of a kernel, which need not know
-    what to do with an empty sequence."""
-
-    rows: slice  # of the pass
-    keys: slice  # of the boundary
-    queries: Packed  # each prompt's rows as one sequence
-    prefixes: Packed
-
-
-def _suffix_boundary(prefix: "Prefix", lengths: list[list[int]], again: bool = False) -> _Boundary:
-    """For responses of these lengths, prompt by prompt."""
-    counts = [(sum(own), len(sample.input_ids) - 1) for sample, own in zip(prefix.samples, lengths, strict=True)]
-    runs, row, key = [], 0, 0
-    for attend, neighbours in groupby(counts, all):
-        queries, prefixes = zip(*neighbours, strict=True)
-        rows, keys = slice(row, row := row + sum(queries)), slice(key, key := key + sum(prefixes))
-        runs += [_Run(rows, keys, Packed(queries), Packed(prefixes))] if attend else []
-    responses = Packed([n for own in lengths for n in own])
-    return _Boundary(qkv_format="sbhd", kv=prefix.kv, sequences=responses, runs=runs, again=again)
-
-
-class _AllCaptured(Exception):
-    """The last layer's key and value are there: nothing of a prefix is needed beyond them."""
-
-
-class _SharedPrefix(torch.autograd.Function):
-    """Packed responses attend to their prompt's prefix, one copy for all N, and causally to themselves.
-
-    Either part is a softmax of its own; the softmax over both weighs their outputs by their shares of the total, which
-    the parts' log-sum-exps give. Backward, a flash kernel needs probabilities, exp(score − log-sum-exp), and the row
-    sums of output · its gradient: handed the merged output and log-sum-exp, it returns the exact gradients of the
-    merged softmax through its own part (the trick of ring attention).
-    """
-
-    @staticmethod
-    def forward(ctx, query, key, value, sequences, runs, *prefixes):
-        """query [T, H, D], key and value [T, K, D] of `sequences`; prefixes: key and value [·, K, D] of all prompts, of
-        which `runs` says who attends to which; none in a prefix pass -> [T, H, D]."""
-        out, lse = _flash(query, key, value, sequences, sequences, True)
-        for rows, keys, *packed in runs:
-            part, part_lse = _flash(query[rows], *(x[keys] for x in prefixes), *packed, False)
-            share = torch.sigmoid(part_lse - lse[:, rows]).t()[:, :, None]  # the prefix's of the total
-            out[rows].lerp_(part, share.to(out.dtype))
-            lse[:, rows] = torch.logaddexp(lse[:, rows], part_lse)
-        ctx.sequences, ctx.runs = sequences, runs
-        ctx.save_for_backward(query, key, value, out, lse, *prefixes)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        query, key, value, out, lse, *prefixes = ctx.saved_tensors
-        dq, dk, dv = _flash_backward(grad, query, key, value, out, lse, ctx.sequences, ctx.sequences, True)
-        shared = [None] * len(prefixes)
-        for rows, keys, *packed in ctx.runs:
-            ours = query[rows], *(x[keys] for x in prefixes), out[rows], lse[:, rows]
-            part, *parts = _flash_backward(grad[rows], *ours, *packed, False)
-            dq[rows].add_(part)
-            for i, (gradient, whole) in enumerate(zip(parts, prefixes, strict=True)):
-                if len(gradient) == len(whole):
-                    shared[i] = gradient
-                else:
-                    shared[i] = torch.zeros_like(whole) if shared[i] is None else shared[i]
-                    shared[i][keys] = gradient
-        return dq, dk, dv, None, None, *shared
-
-
-def _flash(query, key, value, queries: Packed, keys: Packed, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch's flash kernel on packed sequences: query [T, H, D], key and value [·, K, D] -> output [T, H, D] and
-    log-sum-exp [H, T] float32. As torch/nn/attention/varlen.py (2.11) calls it; on a CPU sequence by sequence."""
-    if query.is_cuda:
-        ends = queries.starts, keys.starts, queries.longest, keys.longest
-        return torch.ops.aten._flash_attention_forward(query, key, value, *ends, 0.0, causal, False)[:2]
-    sequences = zip(_heads_first(query, queries), _heads_first(key, keys), _heads_first(value, keys), strict=True)
-    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    outs, lses = zip(*(call(*sequence, 0.0, causal) for sequence in sequences), strict=True)
-    return _tokens_first(outs), torch.cat(lses, dim=2)[0]
-
-
-def _flash_backward(grad, query, key, value, out, lse, queries: Packed, keys: Packed, causal: bool):
-    """Gradients of query, key and value, given output, log-sum-exp and gradient of the softmax that _flash was a part
-    of."""
-    if query.is_cuda:
-        ends = queries.starts, keys.starts, queries.longest, keys.longest
-        random = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
-        tensors = grad, query, key, value, out, lse.contiguous()
-        return torch.ops.aten._flash_attention_backward(*tensors, *ends, 0.0, causal, *random)
-    grads, qs, outs = (_heads_first(x, queries) for x in (grad, query, out))
-    sequences = zip(grads, qs, _heads_first(key, keys), _heads_first(value, keys), outs, strict=True)
-    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    lses = lse[None].split(queries.lengths, dim=2)
-    results = [call(*sequence, own, 0.0, causal) for sequence, own in zip(sequences, lses, strict=True)]
-    return [_tokens_first(gradients) for gradients in zip(*results, strict=True)]
-
-
-def _heads_first(x: torch.Tensor, packed: Packed) -> list[torch.Tensor]:
-    """[tokens, heads, D] -> each sequence as [1, heads, tokens, D]."""
-    return [sequence.transpose(0, 1)[None] for sequence in x.split(packed.lengths)]
-
-
-def _tokens_first(sequences: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return torch.cat([sequence[0].transpose(0, 1) for sequence in sequences])
-
-
-def _require_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    if device.type == "cuda" and dtype == torch.float32:
-        raise ValueError("--dtype float32: a GPU's flash attention has no kernel for it; use --dtype bfloat16")
-
-
-# ---- log-probabilities -----------------------------------------------------------------------------------------------
-
-CHUNK = 2**22  # FP32 elements that a CPU has at once; a GPU has a few in registers
-LOWEST = -3e38  # in place of a maximum of -inf: a rank's rows may all be padding of the vocabulary
-
-
-class _TargetLogprobs(torch.autograd.Function):
-    """log_softmax((logits + bias) / temperature) at one target a row, in FP32.
-
-    Saves the logits as they come, in the model's dtype, and of each row the maximum and the sum of exponentials. The
-    gradient takes the logits' place, so there can be only one backward pass.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, targets, bias, temperature):
-        """logits [T, V] and bias [V] float32 of this rank's part of the vocabulary, targets [T] int64 -> [T] float32. A
-        collective of the tensor-parallel group."""
-        columns = targets - logits.shape[1] * parallel_state.get_tensor_model_parallel_rank()
-        highest, total, chosen = _row_statistics(logits, columns, bias, temperature)
-        if parallel_state.get_tensor_model_parallel_world_size() > 1:
-            group, own = parallel_state.get_tensor_model_parallel_group(), highest.clone()
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
-            dist.all_reduce(total.mul_((own - highest).exp()), group=group)
-            dist.all_reduce(chosen, group=group)
-        ctx.bias, ctx.temperature = bias, temperature
-        ctx.save_for_backward(logits, columns, highest, total)
-        return chosen - highest - total.log()
-
-    @staticmethod
-    def backward(ctx, grad):
-        logits, *rows = ctx.saved_tensors
-        _into_gradient(logits, grad.contiguous(), *rows, ctx.bias, ctx.temperature)
-        return logits, None, None, None
-
-
-def _row_statistics(logits, columns, bias, temperature: float) -> tuple[torch.Tensor, ...]:
-    """Of each row of (logits + bias) / temperature the maximum, the sum of exp(value - maximum), and the value at the
-    column, 0 if that is outside: [T] float32 each."""
-    if logits.is_cuda:
-        return _row_statistics_fused(logits, columns, bias, temperature)
-    parts = []
-    for x, column in zip(*_in_chunks(logits, columns), strict=True):
-        x = (x + bias).div_(temperature)
-        own = (column >= 0) & (column < len(bias))
-        chosen = x.gather(1, (column * own)[:, None])[:, 0].where(own, 0)
-        highest = x.amax(1).clamp(min=LOWEST)
-        parts.append((highest, x.sub_(highest[:, None]).exp_().sum(1), chosen))
-    return tuple(map(torch.cat, zip(*parts, strict=True)))
-
-
-def _into_gradient(logits, grad, columns, highest, total, bias, temperature: float) -> None:
-    """Overwrite logits with grad · ((column is the target) - softmax) / temperature."""
-    if logits.is_cuda:
-        _into_gradient_fused(logits, grad, columns, highest, total, bias, temperature)
-        return
-    rows = grad / temperature, columns, highest, total
-    for x, scale, column, top, sums in zip(*_in_chunks(logits, *rows), strict=True):
-        softmax = (x + bias).div_(temperature).sub_(top[:, None]).exp_()
-        softmax.mul_((-scale / sums)[:, None])
-        own = ((column >= 0) & (column < len(bias))).nonzero()[:, 0]
-        softmax[own, column[own]] += scale[own]
-        x.copy_(softmax)
-
-
-def _in_chunks(logits: torch.Tensor, *rows: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-    n = max(1, CHUNK // logits.shape[1])
-    return [tensor.split(n) for tensor in (logits, *rows)]
-
-
-def _row_statistics_fused(logits, columns, bias, temperature: float) -> tuple[torch.Tensor, ...]:
-    assert logits.is_contiguous(), "the kernel takes rows one behind the other"
-    out = [torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(3)]
-    _statistics_kernel[(len(logits),)](logits, columns, bias, *out, temperature, len(bias), BLOCK=4096, num_warps=8)
-    return tuple(out)
-
-
-def _into_gradient_fused(logits, grad, columns, highest, total, bias, temperature: float) -> None:
-    block = 4096
-    grid = len(logits), triton.cdiv(len(bias), block)
-    rows = grad, columns, highest, total
-    _gradient_kernel[grid](logits, *rows, bias, temperature, len(bias), BLOCK=block, num_warps=8)
-
-
-@triton.jit
-def _statistics_kernel(logits, columns, bias, highest, total, chosen, temperature, width, BLOCK: tl.constexpr):
-    """A program takes a row; each of its lanes has a maximum and a sum of its own until the end."""
-    row = tl.program_id(0).to(tl.int64)
-    top = tl.full([BLOCK], -3e38, tl.float32)
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < width
-        x = tl.load(logits + row * width + at, inside, other=0).to(tl.float32)
-        x = (x + tl.load(bias + at, inside, other=float("-inf"))) / temperature
-        higher = tl.maximum(top, x)
-        sums = sums * tl.exp(top - higher) + tl.exp(x - higher)
-        top = higher
-    most = tl.max(top, 0)
-    tl.store(highest + row, most)
-    tl.store(total + row, tl.sum(sums * tl.exp(top - most), 0))
-    column = tl.load(columns + row)
-    own = (column >= 0) & (column < width)
-    value = tl.load(logits + row * width + column, own, other=0).to(tl.float32) + tl.load(bias + column, own, other=0)
-    tl.store(chosen + row, value / temperature)
-
-
-@triton.jit
-def _gradient_kernel(logits, grad, columns, highest, total, bias, temperature, width, BLOCK: tl.constexpr):
-    """A program takes a block of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
-    place = logits + row * width + at
-    x = (tl.load(place, inside, other=0).to(tl.float32) + tl.load(bias + at, inside, other=0)) / temperature
-    softmax = tl.exp(x - tl.load(highest + row)) / tl.load(total + row)
-    target = tl.where(at == tl.load(columns + row), 1.0, 0.0)
-    tl.store(place, (target - softmax) * (tl.load(grad + row) / temperature), inside)
-
-
-# ---- layers whose weights match the engine's storage -----------------------------------------------------------------
+# ---- layers: their weights match the engine's storage ----------------------------------------------------------------
 
 
 def _column(config, rows: int, bias: bool = False, shared: bool = True) -> tensor_parallel.ColumnParallelLinear:
@@ -387,6 +132,10 @@ class GatedMLP(torch.nn.Module):
         return tensor_parallel.reduce_from_tensor_model_parallel_region(out), None
 
 
+class _AllCaptured(Exception):
+    """The last layer's key and value are there: nothing of a prefix is needed beyond them."""
+
+
 class BoundaryAttention(torch.nn.Module):
     """Self-attention with the parameters of Megatron's: causal, and in a suffix pass a response also attends to its
     prompt's whole prefix.
@@ -423,7 +172,7 @@ class BoundaryAttention(torch.nn.Module):
         else:
             shared = boundary.kv[self.layer_number]
         query = rotate(query, *boundary.rotary)
-        out = _SharedPrefix.apply(query, key, value, boundary.sequences, boundary.runs or [], *shared)
+        out = SharedPrefix.apply(query, key, value, boundary.sequences, boundary.runs or [], *shared)
         return self.linear_proj(out.flatten(1)[:, None])
 
     def _projections(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -435,9 +184,6 @@ class BoundaryAttention(torch.nn.Module):
         query, key, value = mixed.split([self.ratio * self.head_size, self.head_size, self.head_size], -1)
         # Copied: views would keep all of `mixed` alive. The key is rotated, which copies it.
         return query.reshape(len(x), -1, self.head_size), key, value.contiguous()
-
-
-# ---- layers that are computed again ----------------------------------------------------------------------------------
 
 
 class _Layer(TransformerLayer):
@@ -491,24 +237,17 @@ class QwenVL(torch.nn.Module):
 
     def __init__(self, config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str, recompute_layers: bool = False):
         super().__init__()
-        _require_kernels(memory.device(), dtype)
-        self.config = config
-        self.dtype = dtype
+        require_kernels(memory.device(), dtype)
+        self.config, self.dtype, self.recompute_layers = config, dtype, recompute_layers
         self.vision = VisionTower(config.vision_config, dtype)
-        self.recompute_layers = recompute_layers
         self.lm = _language_model(config, dtype, qkv)
         self.tied = config.tie_word_embeddings
-        rows = (
-            align(config.text_config.vocab_size, VOCAB_MULTIPLE)
-            // parallel_state.get_tensor_model_parallel_world_size()
-        )
-        first = rows * parallel_state.get_tensor_model_parallel_rank()
-        bias = torch.zeros(rows)  # [V], this rank's rows
-        for i in forbidden_ids(config):
-            if first <= i < first + rows:
-                bias[i - first] = FORBIDDEN_BIAS
-        bias[max(0, config.text_config.vocab_size - first) :] = float("-inf")  # rows that only pad the vocabulary
-        self.logit_bias = bias.to(memory.device())
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        vocab = config.text_config.vocab_size
+        bias = torch.zeros(align(vocab, VOCAB_MULTIPLE))
+        bias[forbidden_ids(config)] = FORBIDDEN_BIAS
+        bias[vocab:] = float("-inf")  # rows that only pad the vocabulary
+        self.logit_bias = bias.chunk(self.group.size())[self.group.rank()].to(memory.device())  # [V], this rank's rows
 
     def bind(self, views: dict[str, torch.Tensor], requires_grad: bool) -> None:
         """Point every parameter at `views` (name -> tensor in the parameter's shape). Raises RuntimeError on any
@@ -535,15 +274,13 @@ class QwenVL(torch.nn.Module):
         leaves = {layer: tuple(t.detach().requires_grad_(trained) for t in pair) for layer, pair in kv.items()}
         return Prefix(samples, leaves, kv if trained and keep else None, last_positions)
 
-    def _prefix_kv(
-        self, samples: list, recompute_vision: bool = False
-    ) -> tuple[dict[int, tuple[torch.Tensor, torch.Tensor]], list[int]]:
+    def _prefix_kv(self, samples: list, recompute_vision: bool = False) -> tuple[dict, list[int]]:
         """Key and value of each layer, and where each prompt's last token stands."""
         lengths, ids = _prefix_ids(samples)
         places = [positions(s.input_ids.tolist(), s.grid_thw.tolist(), s.second_per_grid, self.config) for s in samples]
         pos = torch.cat([pos[:, :n] for pos, n in zip(places, lengths, strict=True)], dim=1)[:, None]  # [3, 1, T]
         sequences = Packed([n for n in lengths if n])
-        boundary = _Boundary(qkv_format="sbhd", sequences=sequences, again=self.recompute_layers)
+        boundary = Boundary(sequences, again=self.recompute_layers)
         with suppress(_AllCaptured):
             embedded = self._embed(samples, ids, self.recompute_layers or recompute_vision)
             self._decode(embedded, pos, boundary)
@@ -570,11 +307,12 @@ class QwenVL(torch.nn.Module):
             start += r.numel()
         where, pos = memory.upload(torch.cat(where)), torch.cat(places).expand(3, 1, -1)  # [T], [3, 1, T]
         tokens, targets = torch.cat(before)[where], torch.cat([r.flatten() for r in responses])[where]
-        boundary = _suffix_boundary(prefix, lengths, self.recompute_layers)
+        kept = [len(sample.input_ids) - 1 for sample in prefix.samples]
+        boundary = suffix_boundary(prefix.kv, kept, lengths, self.recompute_layers)
         hidden = self._decode(self.lm.embedding(tokens[None], None), pos, boundary)  # [T, 1, hidden]
         weight = self.lm.shared_embedding_or_output_weight() if self.tied else None
         logits, _ = self.lm.output_layer(hidden, weight=weight)  # [T, 1, V]
-        logprobs = _TargetLogprobs.apply(logits.squeeze(1), targets, self.logit_bias, float(temperature))
+        logprobs = TargetLogprobs.apply(logits.squeeze(1), targets, self.logit_bias, float(temperature), self.group)
         whole = logprobs.new_zeros(start).index_copy(0, where, logprobs)
         parts = whole.split([r.numel() for r in responses])
         return [part.view(r.shape) for part, r in zip(parts, responses, strict=True)]
@@ -605,7 +343,7 @@ class QwenVL(torch.nn.Module):
         own, lengths = self.vision.share(media, recompute_vision)
         return WithMedia.apply(embedded.squeeze(1), own, memory.upload(rows), lengths)[:, None]
 
-    def _decode(self, embedded: torch.Tensor, pos: torch.Tensor, boundary: _Boundary) -> torch.Tensor:
+    def _decode(self, embedded: torch.Tensor, pos: torch.Tensor, boundary: Boundary) -> torch.Tensor:
         """[T, 1, hidden], positions [3, 1, T] -> hidden states [T, 1, hidden] after the final norm."""
         angles = self.lm.rotary_pos_emb(memory.upload(pos), self.lm.mrope_section).squeeze(1)
         angles = angles[..., : angles.shape[-1] // 2]  # the second half repeats the first

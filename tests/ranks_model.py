@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from test_model import LOGITS, logits_by_hand
+from test_logprobs import LOGITS, logits_by_hand
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 import configs
@@ -20,6 +20,7 @@ import vision
 import weights
 from arena import Arena
 from data import Media, Sample, patchify
+from logprobs import TargetLogprobs
 
 TEMPERATURE = 0.7
 # t, h, w
@@ -222,7 +223,7 @@ def logprobs_over_the_ranks() -> None:
     for case in LOGITS:
         logits, bias, targets, weight, logprobs, gradient = logits_by_hand(*case)
         part = logits.chunk(world, 1)[rank].clone().requires_grad_()
-        got = models._TargetLogprobs.apply(part * 1, targets, bias.chunk(world)[rank], case[2])
+        got = TargetLogprobs.apply(part * 1, targets, bias.chunk(world)[rank], case[2], dist.group.WORLD)
         (got * weight).sum().backward()
         assert relative(got, logprobs) <= 1e-6, f"{case}: log-probabilities"
         assert relative(part.grad, gradient.chunk(world, 1)[rank]) <= 1e-6, f"{case}: gradient"
