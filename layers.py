@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-import memory
+import hardware
 
 ALIGN = 8  # elements: 16 bytes of BF16, without which a row's start misses a GPU's fast matrix kernels
 
@@ -32,7 +32,7 @@ class Packed:
 
     def __init__(self, lengths: Sequence[int]):
         self.lengths, self.longest = lengths, max(lengths)
-        self.starts = memory.upload(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)), torch.int32)
+        self.starts = hardware.upload(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)), torch.int32)
 
 
 class Again(torch.autograd.Function):
@@ -128,7 +128,7 @@ def _flat(kernel, *tensors: torch.Tensor) -> None:
     """Run an elementwise kernel over contiguous tensors of one size."""
     n, block = tensors[0].numel(), 2048
     assert all(t.is_contiguous() and t.numel() == n for t in tensors), "elementwise kernels go through memory in order"
-    with memory.launching():
+    with hardware.launching():
         kernel[(triton.cdiv(n, block),)](*tensors, n, BLOCK=block)
 
 
@@ -197,7 +197,7 @@ def _rotated_fused(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads:
     rows = x.flatten(0, -3)  # a view of queries or keys within one tensor, if the leading dimensions allow it
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     strides = rows.stride(0), rows.stride(1)
-    with memory.launching():
+    with hardware.launching():
         _rotate_kernel[(len(rows),)](rows, cos, sin, out, *strides, heads, HEADS=x.shape[-2], HALF=half)
     return out
 
@@ -229,12 +229,12 @@ def time_and_bytes(run: Callable[[], torch.Tensor]) -> str:
 
     for _ in range(5):
         saved.clear()
-        memory.synchronize()
+        hardware.synchronize()
         start = time.perf_counter()
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             out = run()
         out.sum().backward()
-        memory.synchronize()
+        hardware.synchronize()
         seconds.append(time.perf_counter() - start)
     mib = sum(saved.values()) / 2**20
     return f"{1e3 * sorted(seconds)[2]:.0f} ms, keeps {mib:.0f} MiB for backward, weights included"

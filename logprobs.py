@@ -18,7 +18,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-import memory
+import hardware
 from layers import time_and_bytes
 
 # T tokens (rows), V vocabulary rows of this rank.
@@ -142,8 +142,8 @@ def _gradient_kernel(logits, grad, columns, highest, total, bias, temperature, w
 
 def _main() -> None:
     """512 tokens and a vocabulary of 32768, by TargetLogprobs and by log_softmax() of FP32 logits."""
-    memory.select_device(0)
-    dtype, device = torch.bfloat16, memory.device()
+    hardware.select_device(0)
+    dtype, device = torch.bfloat16, hardware.device()
     logits, bias = torch.randn(512, 32768, dtype=dtype, device=device, requires_grad=True), torch.zeros(32768)
     targets, bias = torch.randint(32768, (512,), device=device), bias.to(device)
     # Times 1, as a matrix product's output: the gradient takes its place.

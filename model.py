@@ -43,7 +43,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from transformers import Qwen2_5_VLConfig
 
-import memory
+import hardware
 from arena import Arena, align
 from attention import Boundary, SharedPrefix, require_kernels, suffix_boundary
 from configs import forbidden_ids
@@ -237,7 +237,7 @@ class QwenVL(torch.nn.Module):
 
     def __init__(self, config: Qwen2_5_VLConfig, dtype: torch.dtype, qkv: str, recompute_layers: bool = False):
         super().__init__()
-        require_kernels(memory.device(), dtype)
+        require_kernels(hardware.device(), dtype)
         self.config, self.dtype, self.recompute_layers = config, dtype, recompute_layers
         self.vision = VisionTower(config.vision_config, dtype)
         self.lm = _language_model(config, dtype, qkv)
@@ -247,7 +247,9 @@ class QwenVL(torch.nn.Module):
         bias = torch.zeros(align(vocab, VOCAB_MULTIPLE))
         bias[forbidden_ids(config)] = FORBIDDEN_BIAS
         bias[vocab:] = float("-inf")  # rows that only pad the vocabulary
-        self.logit_bias = bias.chunk(self.group.size())[self.group.rank()].to(memory.device())  # [V], this rank's rows
+        self.logit_bias = bias.chunk(self.group.size())[self.group.rank()].to(
+            hardware.device()
+        )  # [V], this rank's rows
 
     def bind(self, views: dict[str, torch.Tensor], requires_grad: bool) -> None:
         """Point every parameter at `views` (name -> tensor in the parameter's shape). Raises RuntimeError on any
@@ -305,7 +307,7 @@ class QwenVL(torch.nn.Module):
             where += [torch.arange(start + i * r.shape[1], start + i * r.shape[1] + n) for i, n in enumerate(own)]
             places += [torch.arange(first, first + n) for n in own]
             start += r.numel()
-        where, pos = memory.upload(torch.cat(where)), torch.cat(places).expand(3, 1, -1)  # [T], [3, 1, T]
+        where, pos = hardware.upload(torch.cat(where)), torch.cat(places).expand(3, 1, -1)  # [T], [3, 1, T]
         tokens, targets = torch.cat(before)[where], torch.cat([r.flatten() for r in responses])[where]
         kept = [len(sample.input_ids) - 1 for sample in prefix.samples]
         boundary = suffix_boundary(prefix.kv, kept, lengths, self.recompute_layers)
@@ -337,15 +339,15 @@ class QwenVL(torch.nn.Module):
         count = sum(sample.visual_tokens for sample in samples)
         if len(rows) != count:
             raise RuntimeError(f"{len(rows)} visual placeholders in the prompts, {count} features")
-        embedded = self.lm.embedding(memory.upload(ids)[None], None)
+        embedded = self.lm.embedding(hardware.upload(ids)[None], None)
         if not count:
             return embedded
         own, lengths = self.vision.share(media, recompute_vision)
-        return WithMedia.apply(embedded.squeeze(1), own, memory.upload(rows), lengths)[:, None]
+        return WithMedia.apply(embedded.squeeze(1), own, hardware.upload(rows), lengths)[:, None]
 
     def _decode(self, embedded: torch.Tensor, pos: torch.Tensor, boundary: Boundary) -> torch.Tensor:
         """[T, 1, hidden], positions [3, 1, T] -> hidden states [T, 1, hidden] after the final norm."""
-        angles = self.lm.rotary_pos_emb(memory.upload(pos), self.lm.mrope_section).squeeze(1)
+        angles = self.lm.rotary_pos_emb(hardware.upload(pos), self.lm.mrope_section).squeeze(1)
         angles = angles[..., : angles.shape[-1] // 2]  # the second half repeats the first
         boundary.rotary = angles.cos(), angles.sin()
         return self.lm.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=boundary)
@@ -415,12 +417,12 @@ def _main() -> None:
 
     for name, value in _ALONE.items():
         os.environ.setdefault(name, value)
-    memory.select_device(int(os.environ["LOCAL_RANK"]))
-    memory.answer_cuda_queries()
-    dist.init_process_group(memory.backend())
+    hardware.select_device(int(os.environ["LOCAL_RANK"]))
+    hardware.answer_cuda_queries()
+    dist.init_process_group(hardware.backend())
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     config, n, s = configs.load_config("tiny"), 8, 32
-    dtype = torch.bfloat16 if memory.device().type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if hardware.device().type == "cuda" else torch.float32
     plan = weights.layout(config, dist.get_world_size(), 1, "split", dtype)
     arena = Arena({"snapshot": plan.nbytes})
     snapshot = weights.Snapshot(plan, dist.get_rank(), arena.acquire("snapshot"), None, dist.group.WORLD)
@@ -429,14 +431,14 @@ def _main() -> None:
     model.bind({shard.name: shard.parameter(snapshot.flat(shard)) for shard in snapshot.shards}, requires_grad=True)
     text = torch.randint(60, 300, (400,))
     prompt = SimpleNamespace(input_ids=text, grid_thw=torch.zeros(0, 3), second_per_grid=[], media=[], visual_tokens=0)
-    responses = torch.randint(60, 300, (n, s), device=memory.device())
+    responses = torch.randint(60, 300, (n, s), device=hardware.device())
     for groups in ([responses], [row[None] for row in responses]):  # one prefix for all, or one for each
         start = time.perf_counter()
         for own in groups:
             prefix = model.prefix([prompt])
             model.suffix(prefix, [own], [[s] * len(own)], 1.0)[0].sum().backward()
             model.prefix_backward(prefix)
-        memory.synchronize()
+        hardware.synchronize()
         if dist.get_rank() == 0:
             took_ms = (time.perf_counter() - start) * 1e3
             print(f"{len(groups)} prefixes of {len(text)} tokens, {n} responses of {s}: {took_ms:.0f} ms")

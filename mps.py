@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-import memory
+import hardware
 
 _CONTROL, _PIPE = "nvidia-cuda-mps-control", "CUDA_MPS_PIPE_DIRECTORY"
 
@@ -34,16 +34,16 @@ def share_gpu(overlap: str, policy: str, prefix_percent: int = 0) -> "Mps | None
     Every rank of a host calls it before its first CUDA call: CUDA reads the environment when it starts. Nothing to do
     on a CPU. Raises ValueError if the policy cannot take effect here."""
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # from here on PyTorch may ask CUDA itself (train.py)
-    if not memory.gpu_host() and policy not in ("none", "default", "priority"):
+    if not hardware.gpu_host() and policy not in ("none", "default", "priority"):
         raise ValueError(f"--sm-policy {policy}: expected priority: this host shows no GPU that could be shared")
-    if not memory.gpu_host() or overlap == "none" or policy == "none":
+    if not hardware.gpu_host() or overlap == "none" or policy == "none":
         return None
     mps = Mps()
     held_back = {
         "thread-cap": {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(prefix_percent)},
         "priority": {"CUDA_MPS_CLIENT_PRIORITY": "1"},  # below normal
     }.get(policy, {})
-    if memory.cuda_started() and (mps.private or held_back):
+    if hardware.cuda_started() and (mps.private or held_back):
         raise RuntimeError(f"CUDA was started before --sm-policy {policy} could take effect: an import used it")
     os.environ.update({_PIPE: mps.pipe} | held_back)
     return mps
@@ -168,7 +168,7 @@ def _watch(root: str, grace_s: float) -> None:
 
 
 if __name__ == "__main__":
-    if not memory.gpu_host():
+    if not hardware.gpu_host():
         print("MPS: n/a, this host shows no GPU")
         sys.exit()
     start = time.monotonic()

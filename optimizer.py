@@ -63,7 +63,7 @@ import torch.distributed as dist
 import tyro
 from torch import Tensor
 
-import memory
+import hardware
 from arena import HostPool
 
 _SLOTS = 3  # one chunk loading, one updating, one returning
@@ -237,7 +237,7 @@ class StreamedAdamW:
         self._decay_runs = _runs(segments, lambda s: s.decay)
         self._counted_runs = _runs(segments, lambda s: s.counted)
         self._partial_runs = _runs(segments, lambda s: s.partial)
-        self._load, self._update, self._offload = memory.Stream(), memory.Stream(), memory.Stream()
+        self._load, self._update, self._offload = hardware.Stream(), hardware.Stream(), hardware.Stream()
 
     @torch.no_grad()
     def init_master(self) -> None:
@@ -341,7 +341,7 @@ class StreamedAdamW:
                     come = min(c + _PIECE, b)
                     self._fill(slot[:, c - a : come - a], self._state, c, come)
                     with self._load:
-                        memory.synchronize(every_stream=False)  # sync point, of this thread alone
+                        hardware.synchronize(every_stream=False)  # sync point, of this thread alone
         return come
 
     def _stop_loading(self) -> tuple[list[Tensor], int]:
@@ -393,7 +393,7 @@ class StreamedAdamW:
                 for row, target in zip(rows, offloads, strict=False):
                     target[a:b].copy_(row, non_blocking=True)
                 offloaded[j % count] = self._offload.record()
-        memory.synchronize()  # sync point: the host reads the state, and others the snapshot, from here on
+        hardware.synchronize()  # sync point: the host reads the state, and others the snapshot, from here on
 
     def _adamw(self, rows: Tensor, a: int, b: int, lr: float, scale: float) -> None:
         """AdamW on flat elements [a, b). rows [3, b - a]: master, exp_avg, exp_avg_sq; the gradient lies in its buffer.
@@ -526,7 +526,7 @@ def _check_flat(what: str, tensor: Tensor, numel: int, dtypes: tuple[torch.dtype
 def _fp32_workspace(workspace: Tensor | None, need: int) -> Tensor:
     """`workspace` cut to the `need` bytes of the slots, viewed as FP32; allocated if None."""
     if workspace is None:
-        workspace = torch.empty(need, dtype=torch.uint8, device=memory.device())
+        workspace = torch.empty(need, dtype=torch.uint8, device=hardware.device())
     good = workspace.dim() == 1 and workspace.is_contiguous() and workspace.nbytes >= need
     fix = "enlarge it or lower optimizer.chunk_mib"
     _check(good, f"the workspace must be a contiguous 1-D tensor of {need} bytes, got {workspace.nbytes}: {fix}")
@@ -573,12 +573,12 @@ def _copy_rate(target: Tensor, source: Tensor) -> float:
     for _ in range(2):
         start = time.perf_counter()
         target.copy_(source)
-        memory.synchronize()
+        hardware.synchronize()
     return source.nbytes / (time.perf_counter() - start)
 
 
 def _main(demo: _Demo) -> None:
-    total, device = int(demo.params_million * 1e6), memory.device()
+    total, device = int(demo.params_million * 1e6), hardware.device()
     dest = torch.randn(total, device=device).bfloat16()
     cuts = [total * i // 64 for i in range(65)]
     segments = [Segment(f"tensor {a}", b - a, a, dest[a:b]) for a, b in pairwise(cuts)]

@@ -58,7 +58,7 @@ import numpy as np
 import torch
 import tyro
 
-import memory
+import hardware
 from arena import Arena
 
 FORBIDDEN_BIAS = -100.0  # the trainer adds the same, so that both compute the same function
@@ -248,8 +248,8 @@ class EngineClient:
         self._funeral = threading.RLock()  # one thread at a time ends the engine; reentrant for signal handlers
         self._died: EngineDied | None = None
         self._stopped = False
-        cores = _cores(engine, config) if memory.device().type == "cpu" else []
-        self._start(_environment(cores) | memory.visible_devices(devices))
+        cores = _cores(engine, config) if hardware.device().type == "cpu" else []
+        self._start(_environment(cores) | hardware.visible_devices(devices))
         setup = Setup(config, binding, max_prompt_tokens, list(forbidden_ids), processor_kwargs or {}, cores)
         self._send(("configure", setup))
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 import configs
 import data
-import memory
+import hardware
 import optimizer as optim
 import plan
 import settings
@@ -178,7 +178,7 @@ def _rank_figures(trainer: "Trainer", groups: list[sched.Group], sums: dict[str,
         flops=sum(_group_flops(trainer, group) for group in groups),
         chance=[1 / len(group.sample.options) for group in groups if group.sample.options],
         peaks={phase: sum(trainer.ledger.peaks.get(phase, {}).values()) for phase in "123"},
-        host_bytes=memory.host_bytes() + trainer.schedule.engine_host_bytes,
+        host_bytes=hardware.host_bytes() + trainer.schedule.engine_host_bytes,
         generate_s=stats.seconds if stats else 0.0,
     )
 
@@ -215,7 +215,7 @@ class Log:
         self.config, self.ranks, self.begin = config, ranks, time.monotonic()
         if ranks.rank:
             return
-        memory.peak_flops()  # measured once: now, while nothing else uses the device
+        hardware.peak_flops()  # measured once: now, while nothing else uses the device
         self._path = run_dir / "metrics.jsonl"
         self._metrics = self._path.open("a")
         self._trace = sched.TraceFile(run_dir / "trace.json")
@@ -247,7 +247,7 @@ class Log:
         metrics |= {f"phase/{name}": value for name, value in seconds.items()}
         busy = sum(seconds.get(name, 0.0) for name in ("reference prefix", "actor prefix", "reference", "actor"))
         metrics["tok_s_train"] = metrics["tokens"] / max(busy, 1e-9)
-        peak = memory.peak_flops()
+        peak = hardware.peak_flops()
         metrics["mfu"] = None if peak is None else metrics["model_flops"] / self.ranks.world / max(busy, 1e-9) / peak
         metrics["elapsed_s"] = time.monotonic() - self.begin
         record = {"step": step} | metrics

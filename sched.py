@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import hardware
 import memory
 from arena import Arena
 
@@ -78,7 +79,7 @@ class Timeline:
         try:
             yield
             if self._depth == 1:
-                memory.synchronize(every_stream)  # sync point: a phase has ended when the device has finished it
+                hardware.synchronize(every_stream)  # sync point: a phase has ended when the device has finished it
         finally:
             end = time.monotonic_ns()
             self._depth -= 1
@@ -140,7 +141,7 @@ class Group:
             self.mask[i, :length] = True
             self.rollout_logprobs[i, :length] = torch.tensor(response.logprobs)
         for name in ("tokens", "mask", "rollout_logprobs"):
-            setattr(self, name, getattr(self, name).to(memory.device()))
+            setattr(self, name, getattr(self, name).to(hardware.device()))
 
     def part(self, rows: slice) -> "Group":
         """Its responses `rows` alone, as the loss sees them."""
@@ -312,7 +313,7 @@ class Schedule:
         if self.policy.engine_release:
             self.ledger.set("rollout_kv", self.kv_bytes)
             # Another process takes it, and memory for its steps: the allocator here would not notice.
-            memory.empty_cache(self.kv_bytes + self.engine_step_bytes + 2**30)
+            hardware.empty_cache(self.kv_bytes + self.engine_step_bytes + 2**30)
             dist.barrier(group=self.control)
             if self.engine is not None:
                 self.engine.restore_kv()
@@ -344,7 +345,7 @@ class Schedule:
 
     def prefixes(self, batches: list[MicroBatch], limit: AbstractContextManager | None = None) -> None:
         """Compute the reference's prefixes, then the actor's; each batch keeps its own until its suffixes. limit: of
-        SMs (memory.SmLimit)."""
+        SMs (hardware.SmLimit)."""
         with limit or nullcontext():
             self._reference_prefixes(batches)
             self._actor_prefixes(batches)
@@ -478,7 +479,7 @@ class Schedule:
     def _load_ahead(self) -> None:
         """The optimizer's first chunks come in beside the last micro-batches, where the kept prefixes were."""
         with self.timeline.span("load ahead"):
-            room = memory.has_room(self.optimizer.ahead_bytes + 2**30)
+            room = hardware.has_room(self.optimizer.ahead_bytes + 2**30)
             if room:
                 self.optimizer.load_ahead(self.arena.acquire("ahead"))
         self._sample("load ahead" if room else "no room to load ahead")
@@ -498,7 +499,7 @@ class Schedule:
         """All ranks of the replica arrive before any goes on; memory must hold what the contract lets into the next
         phase."""
         with self.timeline.span("barrier", every_stream=False, before=name):
-            memory.synchronize(every_stream=False)
+            hardware.synchronize(every_stream=False)
             dist.barrier(group=self.control)
             self.arena.check()
             memory.check_contract(name[0], self.ledger.held(), self.policy, self.optimizer.ahead_bytes)
@@ -517,7 +518,7 @@ class Schedule:
         return pieces
 
     def _over_replicas(self, value: float) -> float:
-        total = torch.tensor(value, dtype=torch.float64, device=memory.device())
+        total = torch.tensor(value, dtype=torch.float64, device=hardware.device())
         dist.all_reduce(total, group=self.dp_group)
         return total.item()
 
@@ -542,7 +543,7 @@ class Partition:
 
     def __init__(self, candidates: tuple[int, ...] = (0,)):
         # Made once: a green context is a partition.
-        self.limits = {sms: memory.SmLimit(sms) if sms else None for sms in candidates}
+        self.limits = {sms: hardware.SmLimit(sms) if sms else None for sms in candidates}
         self.history: list[Measured] = []
 
     @property
@@ -558,7 +559,7 @@ def candidates(policy: str, prefix_sms: int) -> tuple[int, ...]:
     """SMs of the prefixes under --sm-policy: quarters of the GPU in multiples of 8 and all of it for auto, 0 (all) for
     policies that leave the prefixes' stream alone."""
     if policy == "auto":
-        return *(memory.sm_count() * quarter // 32 * 8 for quarter in (1, 2, 3)), 0
+        return *(hardware.sm_count() * quarter // 32 * 8 for quarter in (1, 2, 3)), 0
     return (prefix_sms,)
 
 

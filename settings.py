@@ -16,7 +16,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 import configs
-import memory
+import hardware
 from arena import align
 from memory import MemoryConfig
 from plan import GPUS_PER_HOST, Args, Plan, activations_of, plan
@@ -249,7 +249,7 @@ def _reasons(p: Plan) -> dict[str, str]:
 
 def planned_hbm_bytes(config: "Config") -> int:
     """Size to plan for: the limit given, this host's GPUs, or in a dry run without either 80 GiB; 0 if unknown."""
-    return int(config.memory.hbm_limit_gib * 2**30) or memory.gpu_bytes() or (80 * 2**30 if config.dry_run else 0)
+    return int(config.memory.hbm_limit_gib * 2**30) or hardware.gpu_bytes() or (80 * 2**30 if config.dry_run else 0)
 
 
 def workload(config: "Config") -> Workload:
@@ -272,7 +272,7 @@ def workload(config: "Config") -> Workload:
         qkv=config.qkv,
         overlap=config.overlap,
         reference=config.algo.kl_coef > 0,
-        device="cuda" if memory.gpu_bytes() or config.dry_run else "cpu",
+        device="cuda" if hardware.gpu_bytes() or config.dry_run else "cpu",
     )
 
 

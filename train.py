@@ -46,7 +46,7 @@ import tyro  # noqa: E402
 
 import configs  # noqa: E402
 import data  # noqa: E402
-import memory  # noqa: E402
+import hardware  # noqa: E402
 import rollout  # noqa: E402
 import settings  # noqa: E402
 import weights  # noqa: E402
@@ -391,7 +391,7 @@ def warm_up(trainer: "Trainer", step: int, position: int) -> tuple[float, int]:
         choices = [option[0] for option in sample.options] or ["1"]
         letter = choices[int(torch.randint(len(choices), (1,), generator=generator))]
         text = f"<answer>{letter}</answer>{tokenizer.eos_token}"
-        targets.append(tokenizer(text, return_tensors="pt")["input_ids"].to(memory.device()))
+        targets.append(tokenizer(text, return_tensors="pt")["input_ids"].to(hardware.device()))
     trainer.schedule.begin_gradients()
     total, tokens = 0.0, sum(target.numel() for target in targets)
     samples, targets = trainer.mine(samples), trainer.mine(targets)
@@ -429,7 +429,7 @@ def train_step(
 
     def prepare(answered: list[sched.Group]) -> float:
         for group in answered:
-            group.advantages = advantages(group.rewards, config.algo.normalize_std).to(memory.device())
+            group.advantages = advantages(group.rewards, config.algo.normalize_std).to(hardware.device())
             if config.algo.mask_truncated:
                 group.mask[[i for i, r in enumerate(group.responses) if r.finish_reason == "length"]] = False
         return denominator(answered, config.algo)
@@ -483,7 +483,7 @@ def train(config: Config, text: str, ends: Ends) -> None:
 
     ranks = join(config)
     ends.connect(ranks)
-    memory.check_device()  # each rank its own GPU: the first to fail says so
+    hardware.check_device()  # each rank its own GPU: the first to fail says so
     check_mappable()
     run_dir, model_dir = prepare_run(config, ranks)
     log = Log(config, run_dir, ranks)

@@ -25,6 +25,7 @@ from megatron.core import parallel_state
 
 import configs
 import data
+import hardware
 import memory
 import model as models
 import mps
@@ -63,10 +64,10 @@ def join(config: "Config") -> Ranks:
     """Join torchrun's process group and build Megatron's parallel state. Collective over all ranks."""
     torch.set_num_threads(1)  # a fixed reduction order, and the engines want the other cores
     mps.share_gpu(config.overlap, config.sm_policy, config.prefix_percent)  # before CUDA starts
-    memory.select_device(int(os.environ["LOCAL_RANK"]))
-    memory.answer_cuda_queries()
+    hardware.select_device(int(os.environ["LOCAL_RANK"]))
+    hardware.answer_cuda_queries()
     if not dist.is_initialized():
-        dist.init_process_group(memory.backend(), timeout=timedelta(minutes=30))
+        dist.init_process_group(hardware.backend(), timeout=timedelta(minutes=30))
     rank, world = dist.get_rank(), dist.get_world_size()
     tp = config.tp(world)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
@@ -95,7 +96,7 @@ class Trainer:
         limit = config.memory.hbm_limit_gib
         self.ledger = memory.Ledger(int(limit * 2**30) if limit else None)
         self._allocate()
-        header = dict(capacity_bytes=self.ledger.limit_bytes or memory.device_bytes())
+        header = dict(capacity_bytes=self.ledger.limit_bytes or hardware.device_bytes())
         self.log_header, self.log = header | {"gpu": ranks.rank}, None
         if config.memory.sample_ms:
             path, header = run_dir / f"memory-rank{ranks.rank}.jsonl", {"process": "trainer"} | self.log_header
@@ -131,7 +132,7 @@ class Trainer:
         lend = int(policy.offload_gib * 2**30) if policy.activations == "offload" else 0
         on_host = align(sizes.get("reference", 0)) + (state if policy.state_offload else 0)
         needs = on_host + lend, sum(sizes.values()), plan.engine_host_bytes(config.rollout_tp)
-        memory.check_host(*needs, int(policy.host_limit_gib * 2**30))
+        hardware.check_host(*needs, int(policy.host_limit_gib * 2**30))
         self.arena = Arena(sizes, self.ledger, tags)
         self.pool = HostPool(on_host, lend)
         fused = self.arena.acquire("fused_qkv") if config.qkv == "fused" else None

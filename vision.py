@@ -30,7 +30,7 @@ from megatron.core import parallel_state
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 
-import memory
+import hardware
 from data import TEMPORAL, Media, patchify
 from layers import Again, Packed, gated_mlp, rotate, time_and_bytes
 
@@ -131,7 +131,7 @@ def _patches(media: list[Media], first: int, count: int) -> torch.Tensor:
     parts = []
     for medium in media:
         frames = medium.frames[TEMPORAL * max(0, first) : TEMPORAL * max(0, first + count)]
-        parts += [patchify(memory.upload(torch.from_numpy(frames)))] if len(frames) else []
+        parts += [patchify(hardware.upload(torch.from_numpy(frames)))] if len(frames) else []
         first -= medium.grid[0]
     return torch.cat(parts)
 
@@ -176,14 +176,14 @@ class VisionTower(nn.Module):
         side = config.window_size // config.patch_size // merge
         where = places(tuple(map(tuple, grid)), merge, side)
         runs = {True: Packed(where.slices), False: Packed(where.windows)}
-        cos, sin = self._rotary(memory.upload(where.yx))
+        cos, sin = self._rotary(hardware.upload(where.yx))
         weight = self.patch_embed.proj.weight
         x = F.linear(pixels.to(weight.dtype), weight.flatten(1))
-        x = x.view(-1, merge**2, x.shape[1])[memory.upload(where.order)].flatten(0, 1)
+        x = x.view(-1, merge**2, x.shape[1])[hardware.upload(where.order)].flatten(0, 1)
         for i, block in enumerate(self.blocks):
             x = self._block(block, again, x, runs[i in config.fullatt_block_indexes], cos, sin)
         features = self.merger.mlp(self.merger.ln_q(x).view(-1, self.merged))
-        return features[memory.upload(where.back)]
+        return features[hardware.upload(where.back)]
 
     def _block(self, block: "Block", again: bool, x: torch.Tensor, *rest) -> torch.Tensor:
         return Again.apply(lambda x: (block(x, *rest),), x)[0] if again else block(x, *rest)
@@ -242,7 +242,7 @@ def _main() -> None:
 
     config = copy.deepcopy(configs.load_config("qwen2.5-vl-3b").vision_config)
     config.depth, config.fullatt_block_indexes = 2, [1]
-    device = memory.device()
+    device = hardware.device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     theirs = Qwen2_5_VisionTransformerPretrainedModel(config).to(device, dtype)
     ours = VisionTower(config, dtype)

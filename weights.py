@@ -40,7 +40,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import memory
+import hardware
 from arena import align
 
 VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary to this; the trainer uses the same rows so that the shards coincide
@@ -317,7 +317,7 @@ class Snapshot:
         self.reconstruct()
         self.exchange()
         self.copy_out()
-        memory.synchronize()
+        hardware.synchronize()
 
     def copy_out(self) -> None:
         """Bring an unshared engine's copy up to date; nothing to do where the engine reads the snapshot itself."""

@@ -14,7 +14,7 @@ from test_logprobs import LOGITS, logits_by_hand
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 import configs
-import memory
+import hardware
 import model as models
 import vision
 import weights
@@ -257,7 +257,7 @@ def compare_gradients(actor, theirs: dict, table: list, plan, bar: float) -> Non
 
 def main() -> None:
     torch.set_num_threads(1)
-    memory.answer_cuda_queries()
+    hardware.answer_cuda_queries()
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     logprobs_over_the_ranks()

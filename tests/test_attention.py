@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import attention
-import memory
+import hardware
 
 # Tokens of each prompt's prefix, and of its responses. With gaps: the third prompt is one token long, the fifth has no
 # response in this pass.
@@ -62,7 +62,7 @@ ON_A_GPU = pytest.param(torch.bfloat16, 1e-2, "cuda", marks=pytest.mark.gpu, id=
 def test_suffix_attention_and_its_gradients_by_hand(ratio, head, layout, dtype, bar, device):
     """Of query, key, value, and of the prefixes: summed over the responses that share one, zero where none does. The
     same bits each time."""
-    memory.select_device(0)
+    hardware.select_device(0)
     tensors, boundary = attention_inputs(layout, ratio, head, dtype, device)
     assert [len(run.queries.lengths) for run in boundary.runs] == ([3] if layout is WITHOUT_GAPS else [2, 1, 1])
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]

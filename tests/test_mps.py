@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-import memory
+import hardware
 import mps
 import rollout
 
@@ -209,7 +209,7 @@ def test_on_a_cpu_there_is_nothing_to_share(monkeypatch):
 def test_engines_join_the_trainers_daemon_unlimited(monkeypatch):
     """What holds the trainer back is set in its own environment, which its engine starts from."""
     source = Path(mps.__file__).read_text()
-    for name in memory.WHOLE_GPU:
+    for name in hardware.WHOLE_GPU:
         assert f'"{name}": ' in source
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/x")
     assert rollout._environment([])["CUDA_MPS_PIPE_DIRECTORY"] == "/tmp/x"

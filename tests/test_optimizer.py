@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import memory
+import hardware
 from arena import HostPool
 from optimizer import OptimizerConfig, Segment, StreamedAdamW, ahead_bytes, lr_at, workspace_bytes
 
@@ -141,7 +141,7 @@ def test_bit_identical_wherever_loading_ahead_is_told_to_stop(pieces, monkeypatc
     config = replace(CONFIG, weight_decay=0.1, chunk_mib=chunk(8192), ahead_gib=4 * chunk(8192) / 1024)
     optimizer, grad, dests = build(config)
     params, reference = torch_adamw(dests, config)
-    size, waited, synchronize = optimizer.chunks[0][1], [], memory.synchronize
+    size, waited, synchronize = optimizer.chunks[0][1], [], hardware.synchronize
     assert 7000 < size < 8000 and len(optimizer.chunks) == 7
     ends = [c for a, b in optimizer.chunks for c in [*range(a + 1000, b, 1000), b]]
 
@@ -153,7 +153,7 @@ def test_bit_identical_wherever_loading_ahead_is_told_to_stop(pieces, monkeypatc
                 optimizer._halt.set()
         synchronize(every_stream)
 
-    monkeypatch.setattr(memory, "synchronize", stops)
+    monkeypatch.setattr(hardware, "synchronize", stops)
     for step in range(3):
         waited.clear()
         assert load_ahead(optimizer) == ends[pieces - 1] and waited == [False] * pieces
@@ -595,8 +595,8 @@ def test_marks_alone_keep_the_pipeline_in_order(prefer, ahead, monkeypatch):
         plain_grad.copy_(gradient(step))
         plain.step(step)
     streams = LateStreams(prefer)
-    monkeypatch.setattr(memory, "Stream", streams.stream)
-    monkeypatch.setattr(memory, "synchronize", streams.synchronize)
+    monkeypatch.setattr(hardware, "Stream", streams.stream)
+    monkeypatch.setattr(hardware, "synchronize", streams.synchronize)
     late, late_grad, late_dests = build(config)
     assert len(late.chunks) > 6
     for step in range(3):

@@ -15,6 +15,7 @@ import torch
 
 import configs
 import data
+import hardware
 import memory
 import plan
 import sizes
@@ -120,7 +121,7 @@ def _measure() -> None:
     import model as models
 
     torch.set_num_threads(1)
-    memory.answer_cuda_queries()
+    hardware.answer_cuda_queries()
     dist.init_process_group("gloo")
     world, rank = dist.get_world_size(), dist.get_rank()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
