@@ -168,29 +168,27 @@ class Engine:
     # -- commands --
 
     def _execute(self, command: str, *arguments) -> None:
-        if command == "stop":
-            self.running = False
-        elif command == "prepare":
-            self._prepare(*arguments)
-        elif command == "generate":
-            self._accept(*arguments)
-        elif command == "abort":
-            self._abort()
-        else:
-            call, *rest = arguments
-            try:
-                self._send("answer", call, True, getattr(self, f"_on_{command}")(*rest))
-            except _Refused as refused:
-                self._send("answer", call, False, str(refused))
+        carry_out = getattr(self, f"_on_{command}")
+        if command in ("stop", "prepare", "generate", "abort"):  # nobody waits for an answer
+            carry_out(*arguments)
+            return
+        call, *rest = arguments
+        try:
+            self._send("answer", call, True, carry_out(*rest))
+        except _Refused as refused:
+            self._send("answer", call, False, str(refused))
 
-    def _prepare(self, requests: list[Request]) -> None:
+    def _on_stop(self) -> None:
+        self.running = False
+
+    def _on_prepare(self, requests: list[Request]) -> None:
         """In place of what is left of the last such order; as many as _look_ahead() takes at once."""
         for group in self.prepared.values():
             group.cancel()
         self.prepared = {request.id: _Group(0, request) for request in requests}
         self._look_ahead(self.prepared.values())
 
-    def _accept(self, call: int, requests: list[Request]) -> None:
+    def _on_generate(self, call: int, requests: list[Request]) -> None:
         self.unfinished[call], self.refusals[call] = sum(request.n for request in requests), []
         for request in requests:
             group = _Group(call, request)
@@ -199,13 +197,14 @@ class Engine:
                 early = self.prepared.pop(request.id)
                 group = _Group(call, replace(request, media=early.request.media), early.prompt)
             self.pending.append(group)
-        self._prepare([])  # the rest was for this call alone
+        self._on_prepare([])  # the rest was for this call alone
         if not requests:
             self._count_down(call, 0)
 
-    def _abort(self) -> None:
-        self.llm.engine_core.abort_requests(list(self.children))
-        for child in [self.children.pop(name) for name in list(self.children)]:
+    def _on_abort(self) -> None:
+        aborted, self.children = self.children, {}
+        self.llm.engine_core.abort_requests(list(aborted))
+        for child in aborted.values():
             self._respond(child, "abort")
         while self.pending:
             group = self.pending.popleft()
@@ -377,10 +376,6 @@ class Engine:
         line.append(Interval(kind, start_ns, end_ns, steps, tokens))
 
 
-# Decode steps replay captured graphs; nothing is compiled, which would take a minute. Captured addresses lie in arenas.
-_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-
-
 def _engine_args(setup: Setup) -> dict[str, Any]:
     """vLLM's arguments, the same on a CPU and on a GPU."""
     config, binding, gpu = setup.config, setup.binding, memory.device().type == "cuda"
@@ -404,7 +399,8 @@ def _engine_args(setup: Setup) -> dict[str, Any]:
         "mm_encoder_tp_mode": "data",  # the vision tower is replicated, as in the trainer
         "skip_mm_profiling": True,
         "enforce_eager": not gpu,
-        "compilation_config": _GRAPHS if gpu else {},
+        # Decode steps replay captured graphs, whose addresses lie in arenas. Compiling as well would take a minute.
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if gpu else {},
         # Only a check at start-up that so much is free; the sizes that count are given above.
         "gpu_memory_utilization": 0.1,
         "disable_log_stats": True,

@@ -209,8 +209,8 @@ class EngineClient:
 
     Create it in a thread that lives as long as the trainer: the kernel ends the engine when that thread ends. Commands
     come from one thread; stop() may come from any, and from a signal handler. Methods raise EngineDied once the engine
-    is gone, and RuntimeError where it refuses a command and stays usable. Two threads, the only ones that touch the
-    socket, end with the engine: no caller can hang in it, however an engine stops reading.
+    is gone, and RuntimeError where it refuses a command and stays usable. Only two threads of its own touch the socket,
+    so that no caller hangs in it when an engine stops reading.
     """
 
     def __init__(
@@ -634,9 +634,7 @@ def _demo(args: _Demo) -> None:
         ) as client:
             print("engine ready:", {name: round(value, 1) for name, value in client.ready().items()})
             start_ns = time.monotonic_ns()
-            client.generate(
-                [Request(f"prompt{i}", prompt, [clip], args.rollout.n, seed=i) for i in range(args.prompts)]
-            )
+            client.generate([Request(f"{i}", prompt, [clip], args.rollout.n, seed=i) for i in range(args.prompts)])
             responses, stats = client.wait(), client.take_stats()
             seconds = (time.monotonic_ns() - start_ns) / 1e9
             first_s = (min(response.finished_ns for response in responses) - start_ns) / 1e9
