@@ -1,22 +1,15 @@
-"""The engine: a process that runs vLLM on the trainer's weights and answers its EngineClient (rollout.py).
+"""The engine: a process that runs vLLM for an EngineClient (rollout.py), one step after another.
 
-    EngineClient ── socket ──► reader thread ─► command queue ─► main thread: Engine.run()
-         ▲                                                         │ admit prompt groups ◄── preprocessor thread
-         └───────── responses, each as it finishes ────────────────┤ one vLLM step
-                                                                   ▼
-                                     TP 1: model in this process; TP > 1: one worker process per GPU
-                                                                   │
-                               arena snapshot  ◄───────────────────┘ every parameter is a view of it
-
-No memory is allocated for weights: a registered loader builds vLLM's model with parameters that have none, maps the
-trainer's snapshot and puts a view of it behind each.
+    socket ─► reader thread ─► command queue ─► main thread: Engine.run() ─ responses, each as it finishes ─► socket
+                                                     │ admit prompt groups ◄── preprocessor thread
+                                                     │ one vLLM step
+                                                     ▼
+                                 the model (worker.py): TP 1 in this process, TP > 1 in one process per GPU
 
 A prompt group costs one multimodal preprocessing, beside earlier steps or, where the client prepares, before the call;
-and one prefill: its N responses are N child requests that share the prompt's KV blocks, and each is sent the moment it
-finishes. Groups are admitted in the order given, before a step as many as it computes whole, and waited for where their
-preprocessing is late: so a generate() call on an idle engine forms the same batches whenever it is repeated, prepared
-or not. A response's random stream is the same whatever it is batched with; a GPU and a CPU draw different ones from one
-seed (_draw_in_one_kernel).
+and one prefill: its N responses are N child requests that share the prompt's KV blocks. Groups are admitted in the
+order given, before a step as many as it computes whole, and waited for where their preprocessing is late: so a
+generate() call on an idle engine forms the same batches whenever it is repeated, prepared or not.
 
 Run:
     python rollout.py                 # a demonstration; rollout.EngineClient alone starts `engine.py --serve FD`
@@ -27,7 +20,6 @@ To tune vLLM, edit _engine_args(); to change which prompts share a step, edit En
 import ctypes
 import gc
 import hashlib
-import mmap
 import os
 import queue
 import signal
@@ -36,13 +28,12 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 if parent := os.environ.get("ROLLPLEX_PARENT"):
@@ -51,23 +42,18 @@ if parent := os.environ.get("ROLLPLEX_PARENT"):
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != int(parent):  # it ended before the line above
         os._exit(3)
-    gc.disable()  # importing makes a million objects and no garbage to speak of; _imported() ends it
+    gc.disable()  # importing makes a million objects and no garbage to speak of; worker.imported() ends it
 
-import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hardware
-import memory
-import weights
-from arena import Arena, align, attach
 from rollout import FORBIDDEN_BIAS, Interval, Request, Response, Setup, Stats, receive_message
 
 HEARTBEAT_S = 2.0  # a generating engine reports at least this often, so that silence means trouble
 AHEAD = 16  # prompt groups preprocessed before their turn; each holds its pixels, 27 MB for 1500 tokens
 
 
-# ---- engine process --------------------------------------------------------------------------------------------------
+# ---- requests in progress --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -119,13 +105,15 @@ class Engine:
         _, self.setup = self.commands.get()  # ("configure", setup)
         started = time.monotonic()
         if self.setup.cores:  # before vLLM's threads exist, so that they inherit it
-            os.sched_setaffinity(0, {core for worker in self.setup.cores for core in worker})
+            os.sched_setaffinity(0, {core for cores in self.setup.cores for core in cores})
             torch.set_num_threads(self.setup.config.cpu_threads)
-        _layout(asdict(self.setup.binding))  # what is wrong with it shows before the slow part
+        import worker  # not at the top: it must find vLLM where a spawned worker, which runs this file, imports it
+
+        worker.layout(asdict(self.setup.binding))  # what is wrong with it shows before the slow part
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        _imported()
+        worker.imported()
         imported = time.monotonic()
         self.llm = LLMEngine.from_engine_args(EngineArgs(**_engine_args(self.setup)))
         self.scheduler = self.llm.engine_core.engine_core.scheduler
@@ -133,7 +121,7 @@ class Engine:
         threads = torch.get_num_threads()
         self.preprocessor = ThreadPoolExecutor(1, "preprocessor", lambda: torch.set_num_threads(threads))
         workers = self._on_report()
-        if outside := [name for worker in workers for name in worker["outside"]]:
+        if outside := [name for report in workers for name in report["outside"]]:
             raise RuntimeError(f"{len(outside)} engine parameters lie outside the shared snapshot: {outside[:5]}")
         self.running = True
         ready = {"parameters": len(workers[0]["parameters"]), "kv_bytes": workers[0]["kv_bytes"]}
@@ -180,29 +168,27 @@ class Engine:
     # -- commands --
 
     def _execute(self, command: str, *arguments) -> None:
-        if command == "stop":
-            self.running = False
-        elif command == "prepare":
-            self._prepare(*arguments)
-        elif command == "generate":
-            self._accept(*arguments)
-        elif command == "abort":
-            self._abort()
-        else:
-            call, *rest = arguments
-            try:
-                self._send("answer", call, True, getattr(self, f"_on_{command}")(*rest))
-            except _Refused as refused:
-                self._send("answer", call, False, str(refused))
+        carry_out = getattr(self, f"_on_{command}")
+        if command in ("stop", "prepare", "generate", "abort"):  # nobody waits for an answer
+            carry_out(*arguments)
+            return
+        call, *rest = arguments
+        try:
+            self._send("answer", call, True, carry_out(*rest))
+        except _Refused as refused:
+            self._send("answer", call, False, str(refused))
 
-    def _prepare(self, requests: list[Request]) -> None:
+    def _on_stop(self) -> None:
+        self.running = False
+
+    def _on_prepare(self, requests: list[Request]) -> None:
         """In place of what is left of the last such order; as many as _look_ahead() takes at once."""
         for group in self.prepared.values():
             group.cancel()
         self.prepared = {request.id: _Group(0, request) for request in requests}
         self._look_ahead(self.prepared.values())
 
-    def _accept(self, call: int, requests: list[Request]) -> None:
+    def _on_generate(self, call: int, requests: list[Request]) -> None:
         self.unfinished[call], self.refusals[call] = sum(request.n for request in requests), []
         for request in requests:
             group = _Group(call, request)
@@ -211,13 +197,14 @@ class Engine:
                 early = self.prepared.pop(request.id)
                 group = _Group(call, replace(request, media=early.request.media), early.prompt)
             self.pending.append(group)
-        self._prepare([])  # the rest was for this call alone
+        self._on_prepare([])  # the rest was for this call alone
         if not requests:
             self._count_down(call, 0)
 
-    def _abort(self) -> None:
-        self.llm.engine_core.abort_requests(list(self.children))
-        for child in [self.children.pop(name) for name in list(self.children)]:
+    def _on_abort(self) -> None:
+        aborted, self.children = self.children, {}
+        self.llm.engine_core.abort_requests(list(aborted))
+        for child in aborted.values():
             self._respond(child, "abort")
         while self.pending:
             group = self.pending.popleft()
@@ -247,11 +234,11 @@ class Engine:
     def _on_release_kv(self) -> list[dict[str, int]]:
         self._drop_prefix_cache()  # its blocks are about to lose their contents
         self.kv_released = True
-        return self.llm.collective_rpc("rollplex_release_kv")
+        return self.llm.collective_rpc("rollplex_map_kv", args=(False,))
 
     def _on_restore_kv(self) -> list[dict[str, int]]:
         self.kv_released = False
-        return self.llm.collective_rpc("rollplex_restore_kv")
+        return self.llm.collective_rpc("rollplex_map_kv", args=(True,))
 
     def _on_log_memory(self, paths: list[str], headers: list[dict], sample_ms: float) -> None:
         self.llm.collective_rpc("rollplex_log_memory", args=(paths, headers, sample_ms))
@@ -327,17 +314,14 @@ class Engine:
         kinds = {config.image_token_id: "image", config.video_token_id: "video"}
         placed, given = [kinds[i] for i in request.prompt_ids if i in kinds], [kind for kind, _, _ in request.media]
         if placed != given:
-            raise _Refused(f"the prompt has placeholders for {placed or 'no media'}, the request has {given or 'none'}")
-        try:
-            return self.llm.renderer.render_cmpl([_prompt(request)])[0]
-        except ValueError as error:
-            raise _Refused(error) from error
+            raise ValueError(f"the prompt has placeholders for {placed or 'no media'}, the request {given or 'none'}")
+        return self.llm.renderer.render_cmpl([_prompt(request)])[0]
 
     def _ready(self, group: _Group):
         """vLLM's own form of a request, once its prompt is preprocessed."""
-        prompt, sampling = group.prompt.result(), _sampling_params(self.setup, group.request)
+        sampling, tasks = _sampling_params(self.setup, group.request), self.llm.get_supported_tasks()
         try:
-            tasks = self.llm.get_supported_tasks()
+            prompt = group.prompt.result()
             ready = self.llm.input_processor.process_inputs(group.request.id, prompt, sampling, tasks)
         except ValueError as error:  # longer than the model's limit, a medium larger than max_num_batched_tokens, …
             raise _Refused(error) from error
@@ -373,8 +357,8 @@ class Engine:
         assert len(child.logprobs) == len(child.token_ids), "a token without its log-probability"
         self.stats.output_tokens += len(child.token_ids)
         finished_ns = time.monotonic_ns()
-        what = child.request_id, child.index, child.token_ids, child.logprobs, reason, self.version, finished_ns
-        self._send("response", Response(*what))
+        drawn = child.token_ids, child.logprobs
+        self._send("response", Response(child.request_id, child.index, *drawn, reason, self.version, finished_ns))
         self._count_down(child.call, 1)
 
     def _count_down(self, call: int, responses: int) -> None:
@@ -392,10 +376,6 @@ class Engine:
         line.append(Interval(kind, start_ns, end_ns, steps, tokens))
 
 
-# Decode steps replay captured graphs; nothing is compiled, which would take a minute. Captured addresses lie in arenas.
-_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-
-
 def _engine_args(setup: Setup) -> dict[str, Any]:
     """vLLM's arguments, the same on a CPU and on a GPU."""
     config, binding, gpu = setup.config, setup.binding, hardware.device().type == "cuda"
@@ -406,7 +386,7 @@ def _engine_args(setup: Setup) -> dict[str, Any]:
         "tensor_parallel_size": config.tp,
         "load_format": "rollplex",
         "model_loader_extra_config": asdict(binding),
-        "worker_extension_cls": "engine.EngineExtension",
+        "worker_extension_cls": "worker.EngineExtension",
         "logprobs_mode": "processed_logprobs",
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),  # so that nothing is profiled beside a co-tenant
         "block_size": config.block_tokens,
@@ -419,7 +399,8 @@ def _engine_args(setup: Setup) -> dict[str, Any]:
         "mm_encoder_tp_mode": "data",  # the vision tower is replicated, as in the trainer
         "skip_mm_profiling": True,
         "enforce_eager": not gpu,
-        "compilation_config": _GRAPHS if gpu else {},
+        # Decode steps replay captured graphs, whose addresses lie in arenas. Compiling as well would take a minute.
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if gpu else {},
         # Only a check at start-up that so much is free; the sizes that count are given above.
         "gpu_memory_utilization": 0.1,
         "disable_log_stats": True,
@@ -474,235 +455,16 @@ def _seed(request_seed: int, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-# ---- engine worker: the process that holds the model -----------------------------------------------------------------
-
-
-def _layout(binding: dict[str, Any]) -> weights.Layout:
-    """The trainer's layout of a rollout rank's snapshot, from the fields of Binding. ValueError if the sizes differ."""
-    from transformers import AutoConfig
-
-    config, dtype = AutoConfig.from_pretrained(binding["model_dir"]), getattr(torch, binding["dtype"])
-    plan = weights.layout(config, binding["train_tp"], len(binding["handles"]), binding["qkv"], dtype)
-    if plan.nbytes != binding["nbytes"]:
-        raise ValueError(f"the trainer's snapshot has {binding['nbytes']} bytes, the engine's layout {plan.nbytes}")
-    return plan
-
-
-class _WithoutMemory(TorchDispatchMode):
-    """While a model is built: what its parameters are made of has shape and type, but no memory (device "meta").
-
-    vLLM 0.26 makes the parameters of this model with torch.empty and torch.ones on its device, and nothing else that it
-    keeps: caches and scales come from other functions and stay real. check() finds out if that ever changes.
-    """
-
-    def __init__(self, device: torch.device):
-        super().__init__()
-        self.device, self.made_bytes = device, 0  # bytes of every real tensor, those included that live for a moment
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs, aten = kwargs or {}, torch.ops.aten
-        makes = function in (aten.empty.memory_format, aten.ones.default)
-        if makes and torch.device(kwargs.get("device") or "cpu").type == self.device.type:
-            return function(*args, **kwargs | {"device": torch.device("meta")})
-        result = function(*args, **kwargs)
-        if all(value.alias_info is None for value in function._schema.returns):  # neither a view nor written in place
-            values = result if isinstance(result, tuple | list) else (result,)
-            self.made_bytes += sum(v.nbytes for v in values if isinstance(v, torch.Tensor) and not v.is_meta)
-        return result
-
-    @staticmethod
-    def check(model: torch.nn.Module) -> None:
-        """RuntimeError naming the tensors of a bound model that still have no memory."""
-        left = [
-            f"{path}.{name}".lstrip(".")
-            for path, module in model.named_modules()
-            for name, value in (vars(module) | module._parameters | module._buffers).items()
-            if isinstance(value, torch.Tensor) and value.is_meta
-        ]
-        if left:
-            why = "vLLM makes them the way it makes parameters; engine._WithoutMemory must tell them apart"
-            raise RuntimeError(f"{len(left)} tensors of the engine's model have no memory, {left[:5]}: {why}")
-
-
-def _register_loader() -> None:
-    """Make load_format="rollplex" known to vLLM: map this rank's snapshot instead of allocating and loading weights."""
-    from vllm.distributed import get_tensor_model_parallel_rank
-    from vllm.model_executor.model_loader import register_model_loader, utils
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    @register_model_loader("rollplex")
-    class SnapshotLoader(BaseModelLoader):
-        def download_model(self, model_config) -> None:
-            pass
-
-        def load_model(self, vllm_config, model_config, prefix: str = "") -> torch.nn.Module:
-            """As in vLLM, but between building and binding, parameters have no memory."""
-            device = torch.device(vllm_config.device_config.device)
-            with set_default_torch_dtype(model_config.dtype), device:
-                with _WithoutMemory(device) as building:
-                    model = utils.initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-                kept = sum(p.nbytes for p in model.parameters() if not p.is_meta)
-                model.rollplex_loading = {"parameter_bytes": kept, "made_bytes": building.made_bytes}
-                self.load_weights(model, model_config)
-                building.check(model)
-                utils.process_weights_after_loading(model, model_config, device)
-            return model.eval()
-
-        def load_weights(self, model, model_config) -> None:
-            binding = self.load_config.model_loader_extra_config
-            snapshot = attach(binding["handles"][get_tensor_model_parallel_rank()], binding["nbytes"])
-            weights.bind_engine(model, snapshot, _layout(binding))
-            model.rollplex_snapshot = snapshot
-            hardware.empty_cache()
-            _unlink_cpu_communicator()
-
-
-def _place_kv_in_arena() -> None:
-    """Have vLLM's model runners take the KV cache from an arena region, so that its pages can come and go."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the CPU's runner inherits from it
-
-    def allocate(runner, kv_cache_config) -> dict[str, torch.Tensor]:
-        tensors = kv_cache_config.kv_cache_tensors
-        if any(tensor.block_stride > 0 for tensor in tensors):
-            raise NotImplementedError("a KV cache whose layers are interleaved in one allocation")
-        runner.rollplex_kv = Arena({"kv": sum(align(tensor.size) for tensor in tensors)})
-        region, offset, named = runner.rollplex_kv.acquire("kv").zero_().view(torch.int8), 0, {}
-        for tensor in tensors:
-            named |= dict.fromkeys(tensor.shared_by, region[offset : offset + tensor.size])
-            offset += align(tensor.size)
-        return named
-
-    GPUModelRunner._allocate_kv_cache_tensors = allocate
-
-
-def _draw_in_one_kernel() -> None:
-    """Have vLLM draw all tokens of a step with its own kernel gumbel_sample, which takes a seed and a position per row.
-
-    Its sampler would launch a kernel for each seeded request (vLLM 0.26, random_sample). A draw depends on the seed of
-    its response and the index of its token alone, not on its row or the batch. The index is the offset of the
-    response's generator, in steps of 4: by so much vLLM winds it back when it discards the token of a prompt that was
-    cut. A CPU keeps vLLM's way, so that the same seeds draw other tokens there.
-    """
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
-    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-
-    def draw(sampler, logits: torch.Tensor, generators: dict[int, torch.Generator], k, p):
-        """forward_native() in logprobs_mode processed_logprobs: tokens int64 [B], log-probabilities float32 [B, V].
-
-        logits [B, V], bias and temperature applied. A row without a generator is greedy; the caller has its token.
-        """
-        logits, rows = apply_top_k_top_p(logits, k, p), len(logits)
-        # Seeds, then indices, each padded to an even number: Triton compiles another kernel for another alignment.
-        table = [[0] * (rows + rows % 2) for _ in range(2)]
-        for row, generator in generators.items():
-            offset = generator.get_offset()
-            table[0][row], table[1][row] = generator.initial_seed(), offset // 4
-            generator.set_offset(offset + 4)
-        seeds, indices = hardware.upload(torch.from_numpy(np.array(table)))  # 4 times as fast as torch.tensor
-        row_numbers, ones = torch.arange(rows, device=logits.device), logits.new_ones(rows)
-        tokens = gumbel_sample(logits, row_numbers, ones, seeds, indices, False, use_fp64=sampler.use_fp64_gumbel)
-        return tokens, logits.log_softmax(-1, torch.float32)
-
-    TopKTopPSampler.forward_native = draw
-
-
-def _unlink_cpu_communicator() -> None:
-    """Remove the names of vLLM's CPU tensor-parallel segments, which a killed worker would leave in /dev/shm.
-
-    Every rank has mapped them when weights are loaded; the memory lives as long as the mappings.
-    """
-    if identity := os.environ.get("VLLM_DIST_IDENT"):
-        for path in Path("/dev/shm").glob(f"{identity}-*-cpushm_*"):
-            path.unlink(missing_ok=True)
-
-
-def _imported() -> None:
-    """vLLM has been imported, by the engine or a worker: make it ours, and collect garbage from here on.
-
-    What is there by now stays for good; not searching it time and again makes start-up a third shorter (measured, CPU).
-    """
-    _register_loader()
-    _place_kv_in_arena()
-    if hardware.gpu_host():  # not hardware.device(), which would start CUDA before a worker has chosen its GPU
-        _draw_in_one_kernel()
-    gc.freeze()
-    gc.enable()
-
-
-if "vllm" in sys.modules:  # imported by a vLLM worker, for EngineExtension and before it loads the model
-    _imported()
-
-
-class EngineExtension:
-    """Methods that vLLM adds to each worker (worker_extension_cls), called through collective_rpc."""
-
-    def rollplex_report(self) -> dict[str, Any]:
-        """Addresses of the parameters and of the snapshot, what the process holds, and what building the model took.
-
-        loading: {parameter_bytes: of parameters that had memory of their own, made_bytes: of all real tensors made}.
-        """
-        model = self.model_runner.get_model()
-        low, size = model.rollplex_snapshot.data_ptr(), model.rollplex_snapshot.numel()
-        places = {name: (p.data_ptr(), p.numel() * p.element_size()) for name, p in model.named_parameters()}
-        ends = {name: (start, start + nbytes) for name, (start, nbytes) in places.items()}
-        return {
-            "pid": os.getpid(),
-            "parameters": places,
-            "snapshot": (low, size),
-            "outside": [name for name, (start, end) in ends.items() if not low <= start < end <= low + size],
-            "loading": model.rollplex_loading,
-            "kv_bytes": self.model_runner.rollplex_kv.nbytes("kv"),
-            "kv_resident_bytes": self.model_runner.rollplex_kv.resident_bytes("kv"),
-            "rss_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE,
-        }
-
-    def rollplex_log_memory(self, paths: list[str], headers: list[dict], sample_ms: float) -> None:
-        """Sample what this worker holds on its device until the process ends."""
-
-        def read() -> tuple[str, dict[str, int]]:
-            arena = self.model_runner.rollplex_kv
-            kv_bytes = arena.nbytes("kv") if arena.mapped("kv") else 0
-            return "engine", {"rollout_kv": kv_bytes, "engine_other": hardware.allocator_bytes()}
-
-        self.rollplex_memory_log = memory.MemoryLog(Path(paths[self.rank]), headers[self.rank], read, sample_ms)
-
-    def rollplex_release_kv(self) -> dict[str, int]:
-        """Give back the pages of the KV cache, and what the allocator keeps for later; addresses stay, also those in
-        captured graphs."""
-
-        def release(arena: Arena) -> None:
-            arena.release("kv")
-            hardware.empty_cache()
-
-        return self._rollplex_kv(release)
-
-    def rollplex_restore_kv(self) -> dict[str, int]:
-        """Put pages behind the KV cache again. Their contents mean nothing: the prefix cache was dropped at release."""
-        return self._rollplex_kv(lambda arena: arena.acquire("kv"))
-
-    def _rollplex_kv(self, change: Callable[[Arena], Any]) -> dict[str, int]:
-        arena = self.model_runner.rollplex_kv
-        before, others = arena.resident_bytes("kv"), {"other_before": hardware.allocator_bytes()}
-        change(arena)
-        if hasattr(self, "rollplex_memory_log"):
-            self.rollplex_memory_log.sample()
-        after = arena.resident_bytes("kv")
-        others |= {"other_bytes": hardware.allocator_bytes(), "host_bytes": hardware.host_bytes()}
-        return {"kv_bytes": arena.nbytes("kv"), "resident_before": before, "resident_after": after} | others
-
-    def rollplex_positions(self, prompt_ids: list[int], mm_features: list) -> list[list[int]]:
-        """M-RoPE positions [3, P] as the model runner computes them."""
-        return self.model_runner.get_model().get_mrope_input_positions(prompt_ids, mm_features)[0].tolist()
-
-
-def _serve(fd: int) -> None:
+def main() -> None:
+    """`--serve FD` is how EngineClient starts an engine."""
+    if sys.argv[1:2] != ["--serve"]:
+        sys.exit("engine.py is started by rollout.EngineClient; python rollout.py shows one at work")
     os.environ["ROLLPLEX_PARENT"] = str(os.getpid())  # for the workers
-    engine = Engine(Connection(fd))
+    engine = Engine(Connection(int(sys.argv[2])))
+    code = 0
     try:
         engine.build()
         engine.run()
-        code = 0
     except Exception:
         traceback.print_exc()
         engine.connection.send(("failed", traceback.format_exc()))
@@ -710,14 +472,5 @@ def _serve(fd: int) -> None:
     os._exit(code)  # the interpreter's own clean-up would take seconds, and the kernel ends the workers
 
 
-def main() -> None:
-    """`--serve FD` is how EngineClient starts an engine."""
-    if sys.argv[1:2] != ["--serve"]:
-        sys.exit("engine.py is started by rollout.EngineClient; python rollout.py shows one at work")
-    _serve(int(sys.argv[2]))
-
-
 if __name__ == "__main__":
-    import engine  # so that a class has one identity here and where vLLM imports EngineExtension
-
-    engine.main()
+    main()

@@ -2,23 +2,22 @@
 
     trainer rank e                                engine e = python engine.py --serve FD
     ┌──────────────────────────────┐  socketpair  ┌────────────────────────────────────────────┐
-    │ EngineClient                 │ ─ commands ► │ reader thread ─► command queue             │
-    │  prepare   generate  poll    │              │ main thread, again and again:              │
-    │  wait  abort  publish  stop  │              │   take commands, admit prompt groups,      │
+    │ EngineClient                 │              │ Engine, again and again:                   │
+    │  sender thread  ─────────────│─ commands ─► │   take commands, admit prompt groups,      │
     │  reader thread ◄─────────────│─ responses ─ │   one vLLM step, send what has finished    │
     └───────────────┬──────────────┘              └───────────────────┬────────────────────────┘
                     │ writes θk+1                                     │ reads θk
                     ▼                                                 ▼
-             arena snapshot  ◄──────────── every engine parameter is a view of it
+             arena snapshot  ◄──────────── every engine parameter is a view of it (worker.py)
 
 The engine never receives weights: an optimizer step is visible to it the moment it is written. What must be told is
 that the weights changed: publish() drops what was computed from the old ones. Weights may only be written while no
 request runs (barrier 3); publish() refuses otherwise.
 
-Each response of a prompt group is sent the moment it finishes. A generate() call on an idle engine forms the same
-batches whenever it is repeated, and each response has its own random stream, derived from the request's seed and its
-index. What remains is the backend's dependence on batch shape (rounding in matrix products). prepare() lets an engine
-preprocess the prompts of the next generate() beforehand, and changes nothing else.
+Each response of a prompt group is sent the moment it finishes. A generate() call that is repeated on an idle engine
+gives the same responses: the batches are the same, and each response has its own random stream, derived from the
+request's seed and its index. In other batches there remains the backend's rounding, which depends on their shape.
+prepare() lets an engine preprocess the prompts of the next generate() beforehand, and changes nothing else.
 
 Log-probabilities are those of the distribution that was sampled from: log_softmax((logits + bias) / temperature) in
 float32, bias before temperature, where bias is FORBIDDEN_BIAS for the forbidden ids and 0 elsewhere (vLLM 0.26,
@@ -40,15 +39,14 @@ sends as engine.Engine does.
 import contextlib
 import os
 import pickle
+import queue
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -210,8 +208,9 @@ class EngineClient:
     """Starts an engine and drives it. The constructor returns at once; ready() waits.
 
     Create it in a thread that lives as long as the trainer: the kernel ends the engine when that thread ends. Commands
-    come from one thread; stop() may come from any. Methods raise EngineDied once the engine is gone, and RuntimeError
-    where it refuses a command and stays usable.
+    come from one thread; stop() may come from any, and from a signal handler. Methods raise EngineDied once the engine
+    is gone, and RuntimeError where it refuses a command and stays usable. Only two threads of its own touch the socket,
+    so that no caller hangs in it when an engine stops reading.
     """
 
     def __init__(
@@ -223,16 +222,14 @@ class EngineClient:
         max_prompt_tokens: int,  # visual tokens included
         forbidden_ids: Sequence[int],  # never sampled
         run_dir: str | Path,  # for the log
-        devices: Sequence[
-            int
-        ] = (),  # local ranks whose GPUs its workers use, in the order of binding.handles; unused on a CPU
+        devices: Sequence[int] = (),  # local ranks whose GPUs its workers use, as binding.handles; unused on a CPU
         processor_kwargs: dict[str, Any] | None = None,  # as the trainer's processor gets them for every medium
     ):
         if len(binding.handles) != config.tp:
             raise ValueError(f"rollout.tp {config.tp} needs as many arena handles, got {len(binding.handles)}")
         self.config, self.engine = config, engine
         self.log_path = Path(run_dir) / f"engine{engine}.log"
-        self._changed = threading.Condition()  # guards what the reader thread writes: everything up to _ready
+        self._changed = threading.Condition()  # guards what the threads write: everything up to _ready
         self._responses: list[Response] = []
         self._stats = Stats()
         self._prompt_ids: dict[str, list[int]] = {}
@@ -240,10 +237,12 @@ class EngineClient:
         self._answers: dict[int, tuple[bool, Any]] = {}
         self._refusals: list[str] = []
         self._last_heard, self._last_message, self._reason = time.monotonic(), "none", ""
+        self._sent = 0  # commands of those posted
         self._ready: dict[str, Any] | None = None
         self._order: dict[str, int] = {}  # request id -> position, for the order of wait()
         self._prepared: dict[str, Request] = {}  # whose prompts the engine has already, or is being sent
-        self._sender, self._preparing = futures.ThreadPoolExecutor(1, f"engine {engine} sender"), None
+        self._outbox: queue.SimpleQueue[list | None] = queue.SimpleQueue()  # to the sender thread
+        self._posted = 0  # commands
         self._calls, self._phase, self._started = 0, "start", time.monotonic()
         self._funeral = threading.RLock()  # one thread at a time ends the engine; reentrant for signal handlers
         self._died: EngineDied | None = None
@@ -251,7 +250,7 @@ class EngineClient:
         cores = _cores(engine, config) if hardware.device().type == "cpu" else []
         self._start(_environment(cores) | hardware.visible_devices(devices))
         setup = Setup(config, binding, max_prompt_tokens, list(forbidden_ids), processor_kwargs or {}, cores)
-        self._send(("configure", setup))
+        self._post(("configure", setup))
 
     @property
     def died(self) -> EngineDied | None:
@@ -272,9 +271,7 @@ class EngineClient:
         dropped, and so is what an earlier prepare() left. Weights, KV cache and running requests are not touched.
         """
         self._raise_if_gone()
-        self._settle()
-        message = "prepare", [_plain(request) for request in requests]
-        self._preparing = self._sender.submit(self._send_now, message)  # as fast as the engine reads it
+        self._post(("prepare", [_plain(request) for request in requests]))
         self._prepared = {request.id: request for request in requests}
 
     def generate(self, requests: Sequence[Request]) -> None:
@@ -372,13 +369,12 @@ class EngineClient:
         """End the engine and all it started, politely first; returns when nothing is left. Safe from any thread."""
         with self._funeral:
             self._stopped = True
-            if self._preparing is not None:
-                futures.wait([self._preparing], REAP_S)
-            with contextlib.suppress(OSError):
-                send_message(self._connection, ("stop",))
-            self._reap(REAP_S)
-        self._reader.join(REAP_S)
-        self._sender.shutdown()
+            self._outbox.put(pack_message(("stop",)))
+            self._outbox.put(None)
+            self._sender.join(REAP_S)
+            self._reap(0 if self._sender.is_alive() else REAP_S)  # what reads nothing will not obey either
+        for thread in (self._sender, self._reader):
+            thread.join(REAP_S)
         self._connection.close()
 
     def __enter__(self) -> "EngineClient":
@@ -391,8 +387,6 @@ class EngineClient:
 
     def _start(self, environment: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
-        limit = struct.pack("ll", int(self.config.silence_timeout_s) + 1, 0)  # seconds, microseconds
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)  # or an engine that stops reading blocks a send
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_path, "wb") as log, theirs:
             self.process = subprocess.Popen(
@@ -405,16 +399,20 @@ class EngineClient:
                 start_new_session=True,  # Ctrl-C reaches the trainer alone, which then stops its engines in order
             )
         self._connection = Connection(ours.detach())
-        self._reader = threading.Thread(target=self._read, name=f"engine {self.engine} reader", daemon=True)
+        name = f"engine {self.engine}"
+        self._reader = threading.Thread(target=self._read, name=f"{name} reader", daemon=True)
+        self._sender = threading.Thread(target=self._write, name=f"{name} sender", daemon=True)
         self._reader.start()
+        self._sender.start()
 
-    def _reap(self, grace_s: float) -> int:
-        """Wait `grace_s` for the engine to exit, else kill it, and see its session gone; returns the exit code."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(grace_s)
-        if self.process.poll() is None:
-            self.process.kill()
-        code = self.process.wait(REAP_S)
+    def _reap(self, grace_s: float) -> int | None:
+        """Wait `grace_s` for the engine to exit, else kill it, and see its session gone; its exit code, if it has one.
+        Takes at most `grace_s` + 2 REAP_S."""
+        for wait_s in (grace_s, REAP_S):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(wait_s)
+            if self.process.poll() is None:
+                self.process.kill()
         # Workers get SIGKILL with their parent; the resource tracker then removes shared memory and exits.
         deadline = time.monotonic() + REAP_S
         while (left := _session_members(self.process.pid)) and time.monotonic() < deadline:
@@ -422,7 +420,7 @@ class EngineClient:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return code
+        return self.process.returncode
 
     def _die(self, what: str, grace_s: float) -> None:
         """End what is left of the engine and compose the one error that every caller gets from now on."""
@@ -485,27 +483,30 @@ class EngineClient:
         return value
 
     def _send(self, message: tuple) -> None:
+        """Have a command sent and wait until it is, after all that was posted before."""
         self._raise_if_gone()
-        self._settle()
-        self._send_now(message)
-
-    def _settle(self) -> None:
-        """Wait for what prepare() is still sending; EngineDied if that failed."""
-        if self._preparing is not None:
-            self._preparing.result()
-
-    def _send_now(self, message: tuple) -> None:
         self._last_heard = time.monotonic()  # silence counts from when there is something to answer
-        try:
-            send_message(self._connection, message)
-        except BlockingIOError:
-            self._die("read no command within rollout.silence_timeout_s", 0)
-        except OSError:  # broken pipe: the reader sees the end of the stream too and composes the error
-            self._reader.join(3 * REAP_S)
-        self._raise_if_gone()
+        number = self._post(message)
+        self._wait_until(lambda: self._sent >= number)
+
+    def _post(self, message: tuple) -> int:
+        """Give a command to the sender thread; its number."""
+        self._outbox.put(pack_message(message))
+        self._posted += 1
+        return self._posted
+
+    def _write(self) -> None:
+        """One command after another, as fast as the engine reads them; while it does not, only this thread waits."""
+        with contextlib.suppress(OSError):  # the engine is gone, as the reader thread will find and report
+            while (parts := self._outbox.get()) is not None:
+                for part in parts:
+                    self._connection.send_bytes(part)
+                with self._changed:
+                    self._sent += 1
+                    self._changed.notify_all()
 
     def _wait_until(self, true: Callable[[], bool], deadline: float | None = None) -> None:
-        """Wait for what the reader thread brings, to a deadline or else as long as the engine is heard of."""
+        """Wait for what reader and sender thread do, to a deadline or else as long as the engine is heard of."""
         with self._changed:
             while not true():
                 self._raise_if_gone()
@@ -526,17 +527,17 @@ class EngineClient:
             raise self._died
 
 
-def send_message(connection: Connection, message: tuple) -> None:
-    """Pickle a command, but for its arrays, which go as they are: the interpreter is not held up while they do."""
+def pack_message(message: tuple) -> list[bytes | memoryview]:
+    """A command as what goes over the socket, in this order: its arrays apart from the rest and uncopied, so that the
+    interpreter is not held up while they are sent."""
     arrays: list[pickle.PickleBuffer] = []
     head = pickle.dumps(message, protocol=5, buffer_callback=arrays.append)
-    connection.send((head, [array.raw().nbytes for array in arrays]))
-    for array in arrays:
-        connection.send_bytes(array.raw())
+    parts = [array.raw() for array in arrays]
+    return [pickle.dumps((head, [part.nbytes for part in parts])), *parts]
 
 
 def receive_message(connection: Connection) -> tuple:
-    """The other end of send_message(). EOFError once nothing more can come."""
+    """The next command, made of what pack_message() gave. EOFError once nothing more can come."""
     head, sizes = connection.recv()
     arrays = [bytearray(nbytes) for nbytes in sizes]
     for array in arrays:
@@ -633,9 +634,7 @@ def _demo(args: _Demo) -> None:
         ) as client:
             print("engine ready:", {name: round(value, 1) for name, value in client.ready().items()})
             start_ns = time.monotonic_ns()
-            client.generate(
-                [Request(f"prompt{i}", prompt, [clip], args.rollout.n, seed=i) for i in range(args.prompts)]
-            )
+            client.generate([Request(f"{i}", prompt, [clip], args.rollout.n, seed=i) for i in range(args.prompts)])
             responses, stats = client.wait(), client.take_stats()
             seconds = (time.monotonic_ns() - start_ns) / 1e9
             first_s = (min(response.finished_ns for response in responses) - start_ns) / 1e9

@@ -1,15 +1,21 @@
-"""engine.py: what it makes of vLLM, which prompts share a step, and prompts prepared beforehand."""
+"""engine.py: which prompts share a step, prompts prepared beforehand, and an engine that ends or stops reading."""
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
-from test_rollout import CONFIG, MAX_PROMPT, QUESTION, Policy, clip, generate
+from test_rollout import CONFIG, MAX_PROMPT, QUESTION, Policy, clip, generate, gone_within, shared_memory
 
 import configs
-import engine
-import weights
-from rollout import EngineClient, Request
+import rollout
+from rollout import EngineClient, EngineDied, Request
 
 # B prompts, N responses per prompt, P prompt tokens, V vocabulary.
 
@@ -166,53 +172,91 @@ def test_what_was_prepared_for_nothing_is_let_go(client, policy):
     assert held[-1] - held[0] < 200 << 20, held
 
 
-# ---- what is changed in vLLM -----------------------------------------------------------------------------------------
+# ---- ends while prompts are being sent -------------------------------------------------------------------------------
 
 
-def test_a_tensor_left_without_memory_is_named():
-    with torch.device("cpu"), engine._WithoutMemory(torch.device("cpu")) as building:
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.RMSNorm(2))
-        model.register_buffer("cache", torch.zeros(3).cos())  # real, 12 bytes and 12 more
-        model[0].table = torch.empty(3)
-        model.register_buffer("scale", torch.ones(()))
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert model.cache.tolist() == [1, 1, 1] and building.made_bytes == 24
-    for parameter in model.parameters():
-        weights._place(parameter, torch.zeros(parameter.shape))
-    with pytest.raises(RuntimeError, match=r"2 tensors of the engine's model have no memory, \['scale', '0.table'\]"):
-        building.check(model)
+def large_requests(n: int = 40) -> list[Request]:
+    """Nearly 5 MB of frames each, and all of them far more than a socket holds."""
+    media = [SimpleNamespace(kind="video", frames=clip(32, 224, seed=i), fps=2.0) for i in range(n)]
+    return [Request(str(i), [9], [medium], 1, seed=i) for i, medium in enumerate(media)]
 
 
-@pytest.mark.gpu
-def test_draws_in_one_kernel_follow_the_distribution_and_the_seed():
-    """The real kernel, over logits that spread 16 possible ids over two of its blocks of 1024."""
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+def client_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("engine 7 ")]
 
-    engine._draw_in_one_kernel()
-    sampler, ids = TopKTopPSampler("processed_logprobs"), torch.arange(0, 1600, 100, device="cuda")
-    logits = torch.full((1024, 1600), float("-inf"), device="cuda")
-    logits[:, ids] = torch.linspace(0, 3, 16, device="cuda")
 
-    def seeded(*seeds: int) -> dict[int, torch.Generator]:
-        return {row: torch.Generator("cuda").manual_seed(seed) for row, seed in enumerate(seeds)}
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_ends_while_prompts_are_sent(policy, tmp_path, end):
+    """Killed, or frozen, when some have arrived: the next command says so in time and nothing is left of the engine."""
+    config, forbidden = replace(CONFIG, silence_timeout_s=3), configs.forbidden_ids(policy.config)
+    with EngineClient(
+        config, policy.binding, engine=7, max_prompt_tokens=MAX_PROMPT, forbidden_ids=forbidden, run_dir=tmp_path
+    ) as client:
+        client.ready()
+        names, pid = shared_memory(client.process.pid), client.process.pid
+        client.prepare(large_requests())
+        time.sleep(0.02)
+        os.kill(pid, end)
+        start = time.monotonic()
+        with pytest.raises(EngineDied, match=r"engine 7 .* in phase 'publish'; exit code -9; last message: ready"):
+            client.publish(1)
+        assert time.monotonic() - start < 3 + 1.5  # and what it takes to end the process
+        assert gone_within(pid, 0) and not [name for name in names if Path(name).exists()]
+        with pytest.raises(EngineDied, match="engine 7 "):
+            client.prepare([])
+    assert not client_threads()
 
-    rows = seeded(*(engine._seed(0, i) for i in range(1024)))
-    draws = [sampler(logits.clone(), rows, None, None) for _ in range(8)]
-    assert torch.equal(draws[0][1], logits.log_softmax(-1))
-    counts = torch.bincount(torch.cat([tokens for tokens, _ in draws]), minlength=1600)[ids]
-    expected = logits[0, ids].softmax(0) * counts.sum()
-    assert (
-        counts.sum() == 8192 and ((counts - expected) ** 2 / expected).sum() < 37.7
-    )  # 0.999 of chi-square, 15 degrees
 
-    flat = torch.zeros(3, 50000, device="cuda")  # equal tokens by chance: 1 in 50000
-    one, other = seeded(2**62 + 1), seeded(5, 6, 2**62 + 1)
-    alone = [int(sampler(flat[:1].clone(), one, None, None)[0]) for _ in range(8)]
-    del other[1]  # a greedy row
-    beside = [sampler(flat.clone(), other, None, None)[0].tolist() for _ in range(8)]
-    assert [row[2] for row in beside] == alone and len(set(alone)) == 8
-    assert not {row[0] for row in beside} & set(alone)
-    one[0].set_offset(one[0].get_offset() - 4)  # as vLLM does when it discards a draw
-    assert int(sampler(flat[:1].clone(), one, None, None)[0]) == alone[-1]
-    tokens, logprobs = sampler(logits[:9].clone(), {}, torch.full((9,), 3, device="cuda"), None)  # top-k
-    assert set(tokens.tolist()) <= set(ids[-3:].tolist()) and (logprobs[0] > float("-inf")).sum() == 3
+@pytest.mark.parametrize("caller", ["thread", "signal handler", "owner"])
+def test_stop_does_not_wait_for_an_engine_that_reads_nothing(policy, tmp_path, caller):
+    """Frozen before it can read; stopped from wherever, also while a command waits behind prompts half sent."""
+    client = EngineClient(CONFIG, policy.binding, engine=7, max_prompt_tokens=64, forbidden_ids=[], run_dir=tmp_path)
+    os.kill(client.process.pid, signal.SIGSTOP)
+    client.prepare(large_requests())
+    start, ended = time.monotonic(), []
+
+    def stop(*_) -> None:
+        client.stop()
+        ended.append(time.monotonic() - start)
+
+    if caller == "owner":
+        stop()
+    else:
+        handled = signal.signal(signal.SIGUSR1, stop)
+        late = threading.Timer(0.5, stop if caller == "thread" else lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        late.start()
+        with pytest.raises(EngineDied, match="engine 7 was stopped in phase"):
+            client.publish(1)
+        late.join()
+        signal.signal(signal.SIGUSR1, handled)
+    assert ended[0] < 15 and gone_within(client.process.pid, 0) and not client_threads()
+    client.stop()  # once more is no fault
+    with pytest.raises(EngineDied, match="engine 7 was stopped"):
+        client.prepare([])
+
+
+def test_a_trainer_that_ends_does_not_wait_for_what_it_is_sending(policy, tmp_path):
+    """Its engine reads nothing, and it ends by an exception, without stop()."""
+    source = (
+        "import os, signal, time, rollout\n"
+        "from test_engine import large_requests\n"
+        f"client = rollout.EngineClient(rollout.RolloutConfig(), rollout.{policy.binding!r}, engine=7,"
+        f" max_prompt_tokens=64, forbidden_ids=[], run_dir={str(tmp_path)!r})\n"
+        "time.sleep(1)\n"
+        "os.kill(client.process.pid, signal.SIGSTOP)\n"
+        "client.prepare(large_requests())\n"
+        "print(client.process.pid, flush=True)\n"
+        "raise KeyError('of the trainer')\n"
+    )
+    roots = [str(Path(rollout.__file__).parent), str(Path(__file__).parent)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    pid = int(trainer.stdout.readline())
+    try:
+        assert "of the trainer" in trainer.communicate(timeout=10)[1] and gone_within(pid, 5)
+    finally:
+        trainer.kill()
+        for left in rollout._session_members(pid):  # only if the test fails
+            os.kill(left, signal.SIGKILL)

@@ -169,7 +169,8 @@ def test_a_message_arrives_with_its_arrays():
     frames = np.random.default_rng(0).integers(0, 255, (3, 400, 400, 3), dtype=np.uint8)  # more than a socket holds
     media = [("image", frames[:1], 1.0), ("video", frames, 2.5), ("video", frames[:0], 1.0)]
     message = "prepare", [Request("a", [1, 2], media, 2, 7)], {"one": np.float32(1)}
-    sender = threading.Thread(target=lambda: [rollout.send_message(ours, m) for m in (message, ("stop",))])
+    parts = rollout.pack_message(message) + rollout.pack_message(("stop",))
+    sender = threading.Thread(target=lambda: [ours.send_bytes(part) for part in parts])
     sender.start()
     name, (request,), rest = rollout.receive_message(theirs)
     assert (name, rest, rollout.receive_message(theirs)) == ("prepare", {"one": 1}, ("stop",))
