@@ -7,8 +7,8 @@
     │ reference  frozen weights, 2 windows  │    release(name): pages go back, the address stays
     │ gradient   FP32, Phase 2 and 3        │    acquire(name): pages may be touched again, same address
     │ workspace  optimizer chunks, Phase 3  │
-    │ ahead      more of them, from the last│
-    │            micro-batch of Phase 2 on  │
+    │ ahead      more, beside Phase 2's last│
+    │            micro-batches              │
     └───────────────────────────────────────┘
     ┌────────────── HostPool ───────────────┐
     │ master, exp_avg, exp_avg_sq, reference│    preallocated once, never grows

@@ -5,20 +5,14 @@
     runs/b-s0/metrics.jsonl ┘                     └ a table on the terminal
     runs/a-s0/trace.json    ─── bench.py trace ───┬ trace-step7.png  who did what when, one lane per rank and role
                                                   └ how much of each phase ran inside its own engine's decode
-    runs/a-s0/memory-*.jsonl ── bench.py memory ──┬ memory.png       each GPU over time by object, and by role
-                                                  └ the peak of each phase by object, beside the planner's
-    runs/a-s0/metrics.jsonl ─── bench.py growth ──┬ growth.png       memory over steps with its fitted slope
-                                                  └ MiB a step, with standard error and verdict
 
-Memory and growth are in footprint.py, what reads a run's files in records.py; `compare`, which needs a run of its own,
-is in compare.py. Runs whose names differ only in a trailing seed ("a-s0" and "a-s1", "a_seed3",
+`memory` and `growth` are in footprint.py, what reads a run's files in records.py; `compare`, which needs a run of its
+own, in compare.py. Runs whose names differ only in a trailing seed ("a-s0" and "a-s1", "a_seed3",
 "a-seed=4") are seeds of one group.
 
 Run:
     CPU and GPU alike:  python bench.py curves runs/tiny-s0 runs/tiny-s1 runs/tiny-s2
                         python bench.py trace runs/tiny-s0 --step 7
-                        python bench.py memory runs/tiny-s0 --step 7
-                        python bench.py growth runs/tiny-s0
 Left out on purpose: reading wandb, interactive plots (trace.json opens in ui.perfetto.dev).
 To add a figure, add a dataclass with its fields, a function that computes the numbers and one that draws them, and name
 the dataclass in `main`.

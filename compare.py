@@ -496,7 +496,7 @@ def _markdown(rows: list[list[str]]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """What Compare does not know belongs to train.py, which imports slowly."""
-    about = __doc__.splitlines()[0]
+    about = Compare.__doc__
     args, rest = tyro.cli(Compare, args=argv, description=about, prog="bench.py compare", return_unknown_args=True)
     try:
         _compare(args, rest)

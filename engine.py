@@ -377,7 +377,7 @@ class Engine:
 
 
 def _engine_args(setup: Setup) -> dict[str, Any]:
-    """vLLM's arguments, the same on a CPU and on a GPU."""
+    """vLLM's arguments. A GPU replays captured graphs; otherwise they are the same as on a CPU."""
     config, binding, gpu = setup.config, setup.binding, hardware.device().type == "cuda"
     return {
         "model": binding.model_dir,

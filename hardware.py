@@ -1,4 +1,4 @@
-"""Hardware: the only place that asks what there is. A CPU and a GPU run the same files; here they differ.
+"""Hardware: the only place that asks what there is, and most of what then differs.
 
     before CUDA starts   gpu_host, cuda_started, check_driver     what MPS needs to know, asked without starting it
     start-up             select_device, check_device, check_host  each a clear error before anything is allocated

@@ -11,7 +11,7 @@ kernel has to compute. In BF16 forward rounds where they do, which is where the 
 
 Run: python layers.py                     # what a gated MLP keeps, and its time
 Left out on purpose: tuning the kernels as they run (it costs start-up time, and every run gets the same kernels).
-To trade memory for time otherwise, change what a forward pass saves here; plan.py has the bytes.
+To trade memory for time otherwise, change what a forward pass saves here; sizes.py has the bytes.
 """
 
 import time

@@ -63,7 +63,7 @@ GPUS_PER_HOST = 8
 # GPU, measured on H200s at 3B and 7B: both processes' contexts with the trainer's cuBLAS, what collectives add (TP 2),
 # what an engine holds between rollouts.
 TRAINER_RUNTIME_GIB, COLLECTIVES_GIB, ENGINE_RUNTIME_GIB = 3.0, 1.2, 0.7
-# Host: measured on the CPU machine, engine 3 GiB, trainer 0.8 after its imports; the trainer's with room for CUDA.
+# Host: measured on a CPU host, engine 3 GiB, trainer 0.8 after its imports; the trainer's with room for CUDA.
 ENGINE_HOST_GIB, TRAINER_HOST_GIB = 3.0, 2.0
 # What two operations save is copied to the host twice (assumed; 1.09 to 1.16 when an MLP kept more).
 OFFLOAD_FACTOR = 1.2

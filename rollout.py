@@ -1,4 +1,4 @@
-"""Rollout: vLLM engines as subprocesses that read the trainer's weights in place, and the client that drives them.
+"""Rollout: an engine as the trainer sees it: what it is asked and answers, and the client that starts and drives it.
 
     trainer rank e                                engine e = python engine.py --serve FD
     ┌──────────────────────────────┐  socketpair  ┌────────────────────────────────────────────┐

@@ -5,6 +5,8 @@
 
 Rank 0 writes what all ranks have measured. However a rank ends, its engine ends with it, and one rank says why (Ends).
 
+Run:
+    torchrun --nproc-per-node 2 train.py --run-dir runs/x            # with --resume to continue it
 Left out on purpose: figures and tables (bench.py draws them from these files).
 To log another figure, add it to step_metrics() and to README's table.
 """

@@ -1,8 +1,7 @@
 """Schedule: what runs when. Three phases, three barriers, one loop for every system.
 
-            Phase 1: everyone reads θk                         Phase 2: rollout memory is gone      Phase 3: nobody
-            reads θk
-    engine  [prefill][ decode . . . . . . . . . . . . . . . ]
+            Phase 1: everyone reads θk                         Phase 2: rollout memory is gone      Phase 3: θk → θk+1
+    engine  [prefill][ decode . . . . . . . . . . . . . . . ]   [preprocess next prompts]
     trainer           [ref prefix][actor prefix]                [ref suffix][actor suffix][backward]  [optimizer → θk+1]
     PCIe                                                                             [load ahead . . . . stream . . . .]
             ├ barrier 1                                         ├ barrier 2                           ├ barrier 3

@@ -5,8 +5,7 @@
 
 Run:
     python plan.py --model qwen2.5-vl-7b --hbm-gib 141     # choose() for 1, 2, 4 … GPUs, with its reasons
-To prefer other settings, edit _kinds() and _candidates(); to choose another one, add it to Settings and
-PARTS.
+To prefer other settings, edit _kinds() and _candidates(); to choose one more, add it to Settings and PARTS.
 """
 
 import math

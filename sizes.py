@@ -9,6 +9,10 @@ save something else (fused RMSNorm, flash attention, its variable-length form in
 derived from the kernels' signatures, and so are all temporaries. Sizes are worst cases: every prompt and every response
 as long as its limit, and micro-batches as full of media as shorter prompts can make them.
 
+require() words a setting's error, here and in train.py.
+
+Run:
+    python plan.py --model qwen2.5-vl-7b --gpus 2 --train-tp 2     # prints them, with their formulas
 Left out on purpose: when an object lives (plan.py).
 To change what an object costs, edit its function here.
 """

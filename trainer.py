@@ -2,11 +2,14 @@
 
     join()      process groups and Megatron's parallel state ─► Ranks
     Trainer()   arena, host pool ─► engine, which boots meanwhile ─► weights ─► actor, optimizer, data ─► schedule
-    freeze_reference(), wait_for_engines()                                      then steps can run (train.py)
+    freeze_reference(), wait_for_engines()                                      then steps can run (train.py):
+    samples(), requests(), score(), look_ahead()                                what they ask for
 
 The order matters: the engine needs only the arena's pages, so it starts first; whoever maps a region here gives it back
 before the first step, since between steps only the snapshot is there (memory.CONTRACT).
 
+Run:
+    torchrun --nproc-per-node 2 train.py
 Left out on purpose: what a step computes (train.py) and when (sched.py).
 To give a rank another object, allocate it in _allocate() and add it to memory.CONTRACT.
 """
