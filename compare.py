@@ -415,11 +415,14 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
     import torch.distributed as dist
 
     import hardware
+    from arena import check_mappable
     from run import Log, facts
     from trainer import Trainer, join
 
     ranks = join(config)
     ends.connect(ranks)
+    hardware.check_device()
+    check_mappable()
     run_dir, model_dir, workloads, clips = prepare(config, workloads, ranks)
     config = replace(config, data=clips[0])
     log = Log(config, run_dir, ranks)
