@@ -340,11 +340,14 @@ class SmLimit(TorchDispatchMode):
         if torch.cuda.is_available():
             from torch.cuda.green_contexts import GreenContext
 
+            if sms % 8 or not 0 < sms <= sm_count():
+                raise ValueError(f"prefixes on {sms} SMs: expected a multiple of 8, at most this GPU's {sm_count()}")
             self._green = GreenContext.create(num_sms=sms, device_id=torch.cuda.current_device())
             self._cuda = self._green.Stream()
 
     def __enter__(self) -> "SmLimit":
         if self._cuda is not None:
+            empty_cache()  # what the allocator keeps for the current stream is no use to this one
             Stream(self._cuda).follow()
             self._outer = torch.cuda.current_stream()
         SmLimit.entered = self

@@ -250,7 +250,7 @@ class Ledger:
     def add(self, tag: str, nbytes: int) -> None:
         """Count `nbytes` more (or fewer) under `tag`. Raises MemoryError, and counts nothing, above the limit."""
         with self._lock:
-            if nbytes > 0 and self.limit_bytes is not None and self._total + nbytes > self.limit_bytes:
+            if nbytes > 0 and not self.has_room(nbytes):
                 largest = sorted(self.bytes.items(), key=lambda entry: -entry[1])[:4]
                 held = ", ".join(f"{name} {readable(n)}" for name, n in largest if n)
                 raise MemoryError(
@@ -262,6 +262,10 @@ class Ledger:
             if self.limit_bytes is not None and tag not in _ALLOCATED:
                 limit_allocator(self.limit_bytes - sum(n for t, n in self.bytes.items() if t not in _ALLOCATED))
             self._note_peak()
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes more stay below the limit."""
+        return self.limit_bytes is None or self._total + nbytes <= self.limit_bytes
 
     def _note_peak(self) -> None:
         if self._total > self._highest:

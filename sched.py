@@ -478,7 +478,8 @@ class Schedule:
     def _load_ahead(self) -> None:
         """The optimizer's first chunks come in beside the last micro-batches, where the kept prefixes were."""
         with self.timeline.span("load ahead"):
-            room = hardware.has_room(self.optimizer.ahead_bytes + 2**30)
+            needed = self.optimizer.ahead_bytes
+            room = self.ledger.has_room(needed) and hardware.has_room(needed + 2**30)
             if room:
                 self.optimizer.load_ahead(self.arena.acquire("ahead"))
         self._sample("load ahead" if room else "no room to load ahead")
