@@ -309,7 +309,8 @@ def facts(trainer: "Trainer") -> str:
         f"{responses} responses, at most {responses * config.rollout.max_new_tokens} tokens",
         "bytes per rank:",
     ]
-    return "\n".join(lines + [f"  {name:32s} {nbytes / 2**20:10.2f} MiB  {text}" for name, nbytes, text in rows])
+    held = [f"  {name:32s} {nbytes / 2**20:10.2f} MiB  {text}" for name, nbytes, text in rows if nbytes]
+    return "\n".join(lines + held)
 
 
 def write_plan(trainer: "Trainer", metrics: dict) -> None:
