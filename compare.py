@@ -420,14 +420,10 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
     import torch.distributed as dist
 
     import hardware
-    from arena import check_mappable
     from run import Log, facts
-    from trainer import Trainer, join
+    from trainer import Trainer, begin_run
 
-    ranks = join(config)
-    ends.connect(ranks)
-    hardware.check_device()
-    check_mappable()
+    ranks = begin_run(config, ends)
     run_dir, model_dir, workloads, clips = prepare(config, workloads, ranks)
     config = replace(config, data=clips[0])
     log = Log(config, run_dir, ranks)

@@ -346,7 +346,7 @@ class SmLimit(TorchDispatchMode):
             self._cuda = self._green.Stream()
 
     def __enter__(self) -> "SmLimit":
-        if self._cuda is not None:
+        if self.on_gpu:
             empty_cache()  # what the allocator keeps for the current stream is no use to this one
             Stream(self._cuda).follow()
             self._outer = torch.cuda.current_stream()
@@ -356,13 +356,17 @@ class SmLimit(TorchDispatchMode):
     def __exit__(self, *exc) -> None:
         super().__exit__(*exc)
         SmLimit.entered = None
-        if self._cuda is not None:
+        if self.on_gpu:
             Stream(self._cuda).lead()
         empty_cache()  # the allocator keeps what was freed for this stream alone
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         with launching():
             return function(*args, **(kwargs or {}))
+
+    @property
+    def on_gpu(self) -> bool:
+        return self._cuda is not None
 
     def instead_of(self, current: "torch.cuda.Stream | None") -> "torch.cuda.Stream | None":
         """The stream that kernels meant for `current` go to."""
@@ -371,9 +375,8 @@ class SmLimit(TorchDispatchMode):
 
 def launching() -> AbstractContextManager:
     """Around a launch that PyTorch's dispatcher does not see, so that an SmLimit counts for it, too."""
-    if SmLimit.entered is None or not torch.cuda.is_available():
-        return nullcontext()
-    return torch.cuda.stream(SmLimit.entered.instead_of(torch.cuda.current_stream()))
+    limited = SmLimit.entered is not None and SmLimit.entered.on_gpu
+    return torch.cuda.stream(_current_stream()) if limited else nullcontext()
 
 
 def host_bytes() -> int:

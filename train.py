@@ -50,7 +50,6 @@ import hardware  # noqa: E402
 import rollout  # noqa: E402
 import settings  # noqa: E402
 import weights  # noqa: E402
-from arena import check_mappable  # noqa: E402
 from data import DataConfig  # noqa: E402
 from memory import MemoryConfig  # noqa: E402
 from optimizer import OptimizerConfig  # noqa: E402
@@ -479,12 +478,9 @@ def evaluate(trainer: "Trainer", step: int) -> dict[str, float]:
 
 
 def train(config: Config, text: str, ends: Ends) -> None:
-    from trainer import Trainer, join
+    from trainer import Trainer, begin_run
 
-    ranks = join(config)
-    ends.connect(ranks)
-    hardware.check_device()  # each rank its own GPU: the first to fail says so
-    check_mappable()
+    ranks = begin_run(config, ends)
     run_dir, model_dir = prepare_run(config, ranks)
     log = Log(config, run_dir, ranks)
     log.say(json.dumps(asdict(config)))

@@ -37,10 +37,11 @@ import plan
 import rollout
 import vision
 import weights
-from arena import ALIGN_BYTES, Arena, HostPool, align
+from arena import ALIGN_BYTES, Arena, HostPool, align, check_mappable
 from reward import Scorer
 
 if TYPE_CHECKING:
+    from run import Ends
     from train import Config
 
 
@@ -84,6 +85,16 @@ def join(config: "Config") -> Ranks:
         exchange = group if first <= rank < first + q else exchange
     groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
     return Ranks(rank, world, tp, rank % tp, rank // tp, *groups, control, everyone, exchange)
+
+
+def begin_run(config: "Config", ends: "Ends") -> Ranks:
+    """Join, and check this rank's GPU before anything is allocated. Ranks are connected first: each has its own GPU,
+    and the first that fails says so for all. Collective over all ranks."""
+    ranks = join(config)
+    ends.connect(ranks)
+    hardware.check_device()
+    check_mappable()
+    return ranks
 
 
 class Trainer:
