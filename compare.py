@@ -346,11 +346,7 @@ def _median_s(trainer, run: Callable[[], object]) -> float:
 
 
 def _slowest(trainer, seconds: float) -> float:
-    import torch.distributed as dist
-
-    everyone: list = [None] * trainer.ranks.world
-    dist.all_gather_object(everyone, seconds, group=trainer.ranks.everyone)
-    return max(everyone)
+    return max(sched.gathered(seconds, trainer.ranks.everyone))
 
 
 def _watch_kv(trainer) -> None:

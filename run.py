@@ -114,8 +114,7 @@ def step_metrics(
 ) -> dict:
     """What README's table explains, from sums over all replicas. Collective over all ranks."""
     mine, history = _rank_figures(trainer, groups, sums), trainer.schedule.partition.history
-    everyone: list = [None] * trainer.ranks.world
-    dist.all_gather_object(everyone, mine, group=trainer.ranks.everyone)
+    everyone = sched.gathered(mine, trainer.ranks.everyone)
     replicas = everyone[:: trainer.ranks.tp]
     total = {
         name: sum(r["sums"].get(name, 0.0) for r in replicas) for name in ("loss", "kl", "gap", "clipped", "tokens")
@@ -239,11 +238,10 @@ class Log:
         """Collective over all ranks: gathers their trace events. Seconds per phase are rank 0's and add up to
         step_s."""
         events, seconds = timeline.take()
-        gathered: list = [None] * self.ranks.world
-        dist.all_gather_object(gathered, events, group=self.ranks.everyone)
+        pieces = sched.gathered(events, self.ranks.everyone)
         if self.ranks.rank:
             return
-        everything = (event for rank_events in gathered for event in rank_events)
+        everything = (event for rank_events in pieces for event in rank_events)
         self._trace.write([event | {"args": {"step": step} | event["args"]} for event in everything])
         seconds["other"] = metrics["step_s"] - sum(seconds.values())
         metrics |= {f"phase/{name}": value for name, value in seconds.items()}
@@ -383,8 +381,7 @@ class Ends:
     def connect(self, ranks: "Ranks") -> None:
         """Call once the process group exists; collective over all ranks. A connection to the store of its own: the
         group's is locked while a collective waits on it."""
-        everyone: list = [None] * ranks.world
-        dist.all_gather_object(everyone, (socket.gethostname(), os.getpid()), group=ranks.everyone)
+        everyone = sched.gathered((socket.gethostname(), os.getpid()), ranks.everyone)
         self._siblings = [pid for host, pid in everyone if host == socket.gethostname()]
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         limit = timedelta(seconds=5)

@@ -40,6 +40,16 @@ from arena import Arena
 _AHEAD_BATCHES = 2  # beside the last so many the first chunks of the optimizer may come in: 40 GiB take about a second
 
 
+# ---- what ranks tell each other --------------------------------------------------------------------------------------
+
+
+def gathered(mine: object, group: dist.ProcessGroup) -> list:
+    """Every rank's object, by rank in the group. Collective over it."""
+    pieces: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(pieces, mine, group=group)
+    return pieces
+
+
 # ---- micro-batches ---------------------------------------------------------------------------------------------------
 
 
@@ -329,7 +339,7 @@ class Schedule:
     def note_engine(self, mine: dict[int, dict]) -> dict:
         """Share the reports of this rank's engine, {rank in the replica: report}, and note what the engine's process on
         this device holds besides its KV cache; returns that process's report. Collective over the replica."""
-        reports = {rank: report for piece in self._gather(mine) for rank, report in piece.items()}
+        reports = {rank: report for piece in gathered(mine, self.control) for rank, report in piece.items()}
         own = reports[dist.get_rank(self.control)]
         self.ledger.set("engine_other", own["other_bytes"])
         self.engine_step_bytes = max(self.engine_step_bytes, own["other_before"] - own["other_bytes"])
@@ -371,7 +381,7 @@ class Schedule:
         replica."""
         decode_s = self.rollout.seconds if self.engine is not None else 0.0
         steps = sum(work.steps for work in self.rollout.timeline) if self.engine is not None else 0
-        decode_s, steps, prefix_s = map(max, zip(*self._gather((decode_s, steps, prefix_s)), strict=True))
+        decode_s, steps, prefix_s = map(max, zip(*gathered((decode_s, steps, prefix_s), self.control), strict=True))
         self.partition.history.append(Measured(sms, decode_s, steps, prefix_s, tokens))
 
     def _reference_prefixes(self, batches: list[MicroBatch]) -> None:
@@ -420,7 +430,7 @@ class Schedule:
             answered = [(i, group) for i, group in enumerate(groups) if group.responses]
             score([group for _, group in answered])
         with self.timeline.span("gather responses"):
-            pieces = self._gather([(i, group.responses, group.rewards) for i, group in answered])
+            pieces = gathered([(i, group.responses, group.rewards) for i, group in answered], self.control)
         for i, responses, rewards in (entry for piece in pieces for entry in piece):
             if any(response.prompt_ids != groups[i].sample.input_ids.tolist() for response in responses):
                 raise RuntimeError(f"prompt {i}: the engine expanded its media to other token ids than the trainer")
@@ -510,12 +520,6 @@ class Schedule:
     def _sample(self, mark: str = "") -> None:
         if self.log is not None:
             self.log.sample(mark)
-
-    def _gather(self, mine: object) -> list:
-        """Every rank's object, by rank. Collective over the replica."""
-        pieces: list = [None] * dist.get_world_size(self.control)
-        dist.all_gather_object(pieces, mine, group=self.control)
-        return pieces
 
     def _over_replicas(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=hardware.device())

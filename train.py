@@ -466,10 +466,8 @@ def evaluate(trainer: "Trainer", step: int) -> dict[str, float]:
         trainer.engine.take_stats()
     trainer.schedule.release_kv()
     rewards = trainer.score(pairs) if pairs else []
-    everyone: list = [None] * ranks.world
     mine = [(sample.source, reward) for (sample, _), reward in zip(pairs, rewards, strict=True)]
-    dist.all_gather_object(everyone, mine, group=ranks.everyone)
-    scored = [entry for entries in everyone for entry in entries]
+    scored = [entry for entries in sched.gathered(mine, ranks.everyone) for entry in entries]
     result = {"eval/reward_mean": sum(r for _, r in scored) / len(scored)}
     return result | {f"eval/{source}": mean for source, mean in source_means(scored).items()}
 

@@ -157,9 +157,8 @@ class Trainer:
 
     def _start_engine(self, hf_config) -> rollout.EngineClient | None:
         """Trainer ranks 0 … q-1 of a replica start engine e on the GPUs e, e+q, e+2q, …; the others return None."""
-        handles: list = [None] * self.ranks.tp
         region = "snapshot" if self.config.memory.weight_sharing else "engine_weights"
-        dist.all_gather_object(handles, self.arena.handle(region), group=self.ranks.control)
+        handles = sched.gathered(self.arena.handle(region), self.ranks.control)
         e, q = self.ranks.tp_rank, self.plan.q
         if e >= q:
             return None
@@ -302,17 +301,15 @@ class Trainer:
         return loader.take(have, position, count)
 
     def _fetch(self, loader: data.Loader, slots: list[int]) -> dict:
-        pieces: list = [None] * self.ranks.world
-        dist.all_gather_object(pieces, loader.fetch(slots), group=self.ranks.everyone)
+        pieces = sched.gathered(loader.fetch(slots), self.ranks.everyone)
         return {slot: sample for piece in pieces for slot, sample in piece.items()}
 
     def look_ahead(self, position: int, step: int) -> None:
         """Have the engine preprocess the prompts of `step`, whose samples are those from `position` on; none of them
         if a rank is still decoding. Collective over all ranks."""
         self.coming = {}
-        slots, votes = self.loader.missing({}, position, self.config.prompts), [False] * self.ranks.world
-        dist.all_gather_object(votes, self.loader.decoded(slots), group=self.ranks.everyone)
-        if not all(votes):
+        slots = self.loader.missing({}, position, self.config.prompts)
+        if not all(sched.gathered(self.loader.decoded(slots), self.ranks.everyone)):
             return
         self.coming = {position: self._fetch(self.loader, slots) if slots else {}}
         # Of slots that turned out bad, samples() finds others behind these.
