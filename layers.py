@@ -4,8 +4,9 @@
     Packed      sequences of different lengths, end to end
     gated_mlp   down(silu(gate(x)) · up(x)) keeps gate(x) and up(x), half of what its parts would
     rotate      the rotary embedding keeps cosines and sines
+    rotate_in_place     the same without a backward pass, for the engine
 
-What is elementwise in the last two is bound by memory's bandwidth, so on a GPU a kernel of ours (Triton) reads and
+What is elementwise in the last three is bound by memory's bandwidth, so on a GPU a kernel of ours (Triton) reads and
 writes each tensor once. Beside its call stands the same in PyTorch's steps: a CPU runs these, and they say what the
 kernel has to compute. In BF16 forward rounds where they do, which is where the engine's kernels round, too.
 
@@ -217,6 +218,48 @@ def _rotate_kernel(x, cos, sin, out, row_stride, head_stride, rotated, HEADS: tl
     target = out + (row * HEADS + head) * 2 * HALF + column
     tl.store(target, tl.where(head < rotated, a * c - b * s, a), inside)
     tl.store(target + HALF, tl.where(head < rotated, b * c + a * s, b), inside)
+
+
+def rotate_in_place(query, key, positions, inverse, section: Sequence[int]) -> None:
+    """M-RoPE of query [T, H · D] and key [T, K · D], whose rows may be parts of longer ones; CUDA only.
+
+    positions: int64 [3, T], temporal, height and width. inverse: float32 [D / 2], angle per position. section: how many
+    of these take each axis. Angles, cosines and sines in FP32, as the trainer's are; rounded once, to the dtype.
+    """
+    half = len(inverse)
+    assert query.stride(1) == key.stride(1) == positions.stride(1) == 1 and sum(section) == half
+    heads = query.shape[1] // (2 * half), key.shape[1] // (2 * half)
+    strides = query.stride(0), key.stride(0), positions.stride(0)
+    ends = section[0], section[0] + section[1]
+    _rotate_in_place_kernel[(len(query),)](query, key, positions, inverse, *strides, *ends, *heads, HALF=half)
+
+
+@triton.jit
+def _rotate_in_place_kernel(
+    query, key, positions, inverse, query_stride, key_stride, axis_stride, height, width,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """A program takes a token. Columns from `height` on turn by its second position, from `width` on by the third."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, triton.next_power_of_2(HALF))
+    axis = (column >= height).to(tl.int64) + (column >= width).to(tl.int64)
+    position = tl.load(positions + axis * axis_stride + row, column < HALF)
+    angle = position.to(tl.float32) * tl.load(inverse + column, column < HALF)
+    c, s = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    _turn_heads(query + row * query_stride, c, s, HEADS, HALF)
+    _turn_heads(key + row * key_stride, c, s, KEYS, HALF)
+
+
+@triton.jit
+def _turn_heads(row, c, s, HEADS: tl.constexpr, HALF: tl.constexpr):
+    head = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
+    column = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
+    inside = (head < HEADS) & (column < HALF)
+    here = row + head * 2 * HALF + column
+    a = tl.load(here, inside).to(tl.float32)
+    b = tl.load(here + HALF, inside).to(tl.float32)
+    tl.store(here, a * c - b * s, inside)
+    tl.store(here + HALF, b * c + a * s, inside)
 
 
 def time_and_bytes(run: Callable[[], torch.Tensor]) -> str:

@@ -574,7 +574,7 @@ def _environment(cores: list[list[int]]) -> dict[str, str]:
     environment |= {
         "ROLLPLEX_PARENT": str(os.getpid()),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in the engine process: one less to start and reap
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "1" if hardware.gpu_host() else "0",  # worker._place_kv_in_arena() says why
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -620,18 +620,18 @@ def _demo(args: _Demo) -> None:
     with tempfile.TemporaryDirectory() as root:
         directory = configs.make_model_dir("tiny", root)
         config = configs.load_config(str(directory))
-        plan = weights.layout(config, 1, 1, "split", torch.float32)
+        hardware.select_device(0)
+        dtype = "bfloat16" if hardware.device().type == "cuda" else "float32"
+        plan = weights.layout(config, 1, 1, "split", getattr(torch, dtype))
         arena = Arena({"snapshot": plan.nbytes})
         snapshot = weights.Snapshot(plan, 0, arena.acquire("snapshot"), None)
         weights.init_random(snapshot, 0, config)
-        binding = Binding(str(directory), (arena.handle("snapshot"),), plan.nbytes, 1, "split", "float32")
+        binding = Binding(str(directory), (arena.handle("snapshot"),), plan.nbytes, 1, "split", dtype)
         frames = np.random.default_rng(0).integers(0, 255, (args.frames, 112, 112, 3), dtype=np.uint8)
         clip = SimpleNamespace(kind="video", frames=frames, fps=2.0)
         prompt = [1, config.vision_start_token_id, config.video_token_id, config.vision_end_token_id, *range(40, 60)]
-        forbidden = configs.forbidden_ids(config)
-        with EngineClient(
-            args.rollout, binding, engine=0, max_prompt_tokens=2048, forbidden_ids=forbidden, run_dir=root
-        ) as client:
+        limits = {"max_prompt_tokens": 2048, "forbidden_ids": configs.forbidden_ids(config)}
+        with EngineClient(args.rollout, binding, engine=0, devices=[0], run_dir=root, **limits) as client:
             print("engine ready:", {name: round(value, 1) for name, value in client.ready().items()})
             start_ns = time.monotonic_ns()
             client.generate([Request(f"{i}", prompt, [clip], args.rollout.n, seed=i) for i in range(args.prompts)])

@@ -9,9 +9,9 @@
     └──────────────────────────────────┘
 
 No memory is allocated for weights: a registered loader (load_format="rollplex") builds vLLM's model with parameters
-that have none, maps the trainer's snapshot and puts a view of it behind each. Two more things are changed in vLLM:
-where its KV cache lies and, on a GPU, how tokens are drawn. A response's random stream is the same whatever it is
-batched with; a GPU and a CPU draw different ones from one seed (_draw_in_one_kernel).
+that have none, maps the trainer's snapshot and puts a view of it behind each. More is changed in vLLM: where its KV
+cache lies and, on a GPU, in what precision it samples and rotates queries and keys. A response's random stream is the
+same whatever it is batched with; a GPU and a CPU draw different ones from one seed.
 
 At TP 1 the engine's own process is the worker. At more, vLLM spawns one process per GPU, which runs the main file,
 engine.py, first, and imports this one for EngineExtension once vLLM is there: that makes it ours (the last line).
@@ -19,7 +19,7 @@ engine.py, first, and imports this one for EngineExtension once vLLM is there: t
 Run:
     python rollout.py                 # an engine with one worker
 Left out on purpose: quantised weights, which cannot be views of what the trainer writes.
-To bind weights another way, edit weights.bind_engine(); to draw another way, _draw_in_one_kernel().
+To bind weights another way, edit weights.bind_engine(); to place the KV cache elsewhere, _place_kv_in_arena().
 """
 
 import gc
@@ -29,11 +29,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hardware
+import layers
 import memory
 import weights
 from arena import Arena, align, attach
@@ -58,7 +58,8 @@ def imported() -> None:
     _register_loader()
     _place_kv_in_arena()
     if hardware.gpu_host():  # not hardware.device(), which would start CUDA before a worker has chosen its GPU
-        _draw_in_one_kernel()
+        _sample_in_float32()
+        _rotate_in_one_kernel()
     gc.freeze()
     gc.enable()
 
@@ -80,8 +81,8 @@ class EngineExtension:
             "snapshot": (low, size),
             "outside": [n for n, (start, nbytes) in places.items() if not low <= start < start + nbytes <= low + size],
             "loading": model.rollplex_loading,
-            "kv_bytes": self.model_runner.rollplex_kv.nbytes("kv"),
-            "kv_resident_bytes": self.model_runner.rollplex_kv.resident_bytes("kv"),
+            "kv_bytes": self.rollplex_kv.nbytes("kv"),
+            "kv_resident_bytes": self.rollplex_kv.resident_bytes("kv"),
             "rss_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE,
         }
 
@@ -89,7 +90,7 @@ class EngineExtension:
         """Sample what this worker holds on its device until the process ends."""
 
         def read() -> tuple[str, dict[str, int]]:
-            arena = self.model_runner.rollplex_kv
+            arena = self.rollplex_kv
             kv_bytes = arena.nbytes("kv") if arena.mapped("kv") else 0
             return "engine", {"rollout_kv": kv_bytes, "engine_other": hardware.allocator_bytes()}
 
@@ -98,7 +99,7 @@ class EngineExtension:
     def rollplex_map_kv(self, mapped: bool) -> dict[str, int]:
         """Give the KV cache its pages back, or them away with what the allocator keeps for later. Addresses stay, also
         those in captured graphs; the contents are lost. The report is that of EngineClient.release_kv()."""
-        arena = self.model_runner.rollplex_kv
+        arena = self.rollplex_kv
         before, others = arena.resident_bytes("kv"), {"other_before": hardware.allocator_bytes()}
         if mapped:
             arena.acquire("kv")
@@ -199,56 +200,61 @@ def _unlink_cpu_communicator() -> None:
             path.unlink(missing_ok=True)
 
 
-# ---- KV cache and sampler --------------------------------------------------------------------------------------------
+# ---- KV cache, sampler, rotary embedding -----------------------------------------------------------------------------
 
 
 def _place_kv_in_arena() -> None:
-    """Have vLLM's model runners take the KV cache from an arena region, so that its pages can come and go."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the CPU's runner inherits from it
+    """Have vLLM's model runner take the KV cache from an arena region, so that its pages can come and go.
 
-    def allocate(runner, kv_cache_config) -> dict[str, torch.Tensor]:
+    vLLM 0.26 has two model runners. On a GPU ours is the newer one, whose host needs a fraction of the time for a step
+    (the batch's state lies on the GPU); a CPU has only the older one.
+    """
+
+    def allocate(kv_cache_config) -> dict[str, torch.Tensor]:
+        """Layer name -> its part of the region, int8 [bytes], zeroed."""
         tensors = kv_cache_config.kv_cache_tensors
         if any(tensor.block_stride > 0 for tensor in tensors):
             raise NotImplementedError("a KV cache whose layers are interleaved in one allocation")
-        runner.rollplex_kv = Arena({"kv": sum(align(tensor.size) for tensor in tensors)})
-        region, offset, named = runner.rollplex_kv.acquire("kv").zero_().view(torch.int8), 0, {}
+        arena = Arena({"kv": sum(align(tensor.size) for tensor in tensors)})
+        EngineExtension.rollplex_kv = arena
+        region, offset, named = arena.acquire("kv").zero_().view(torch.int8), 0, {}
         for tensor in tensors:
             named |= dict.fromkeys(tensor.shared_by, region[offset : offset + tensor.size])
             offset += align(tensor.size)
         return named
 
-    GPUModelRunner._allocate_kv_cache_tensors = allocate
+    if hardware.gpu_host():
+        from vllm.v1.worker.gpu import attn_utils
+
+        attn_utils._allocate_kv_cache = lambda config, shared_layers, device: allocate(config)
+    else:
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # the CPU's runner inherits from it
+
+        GPUModelRunner._allocate_kv_cache_tensors = lambda runner, config: allocate(config)
 
 
-def _draw_in_one_kernel() -> None:
-    """Have vLLM draw all tokens of a step with its own kernel gumbel_sample, which takes a seed and a position per row.
+def _sample_in_float32() -> None:
+    """Have vLLM's newer model runner add biases and divide by the temperature in FP32, as its older one and the trainer
+    do, not in the logits' BF16: that would be off by more than the two passes differ."""
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    Its sampler would launch a kernel for each seeded request (vLLM 0.26, random_sample). A draw depends on the seed of
-    its response and the index of its token alone, not on its row or the batch. The index is the offset of the
-    response's generator, in steps of 4: by so much vLLM winds it back when it discards the token of a prompt that was
-    cut. A CPU keeps vLLM's way, so that the same seeds draw other tokens there.
-    """
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
-    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+    sample = Sampler.__call__
+    Sampler.__call__ = lambda sampler, logits, batch: sample(sampler, logits.float(), batch)
 
-    def draw(sampler, logits: torch.Tensor, generators: dict[int, torch.Generator], k, p):
-        """forward_native() in logprobs_mode processed_logprobs: tokens int64 [B], log-probabilities float32 [B, V].
 
-        logits [B, V], bias and temperature applied. A row without a generator is greedy; the caller has its token.
-        """
-        logits, rows = apply_top_k_top_p(logits, k, p), len(logits)
-        # Seeds, then indices, each padded to an even number: Triton compiles another kernel for another alignment.
-        table = [[0] * (rows + rows % 2) for _ in range(2)]
-        for row, generator in generators.items():
-            offset = generator.get_offset()
-            table[0][row], table[1][row] = generator.initial_seed(), offset // 4
-            generator.set_offset(offset + 4)
-        seeds, indices = hardware.upload(torch.from_numpy(np.array(table)))  # 4 times as fast as torch.tensor
-        row_numbers, ones = torch.arange(rows, device=logits.device), logits.new_ones(rows)
-        tokens = gumbel_sample(logits, row_numbers, ones, seeds, indices, False, use_fp64=sampler.use_fp64_gumbel)
-        return tokens, logits.log_softmax(-1, torch.float32)
+def _rotate_in_one_kernel() -> None:
+    """Have vLLM rotate queries and keys where they lie, with angles in FP32. Its way takes six kernels a layer, a
+    tenth of a decode step of few responses, and cosines rounded to BF16, which the trainer's are not."""
+    from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
-    TopKTopPSampler.forward_native = draw
+    def forward(layer, positions, query, key, offsets=None):
+        if not hasattr(layer, "rollplex_inverse"):  # by the time graphs are captured it is there
+            layer.rollplex_inverse = layer._compute_inv_freq(layer.base).to(query.device, torch.float32)
+        axes = positions.expand(3, -1)  # text alone may have one
+        layers.rotate_in_place(query, key, axes, layer.rollplex_inverse, layer.mrope_section)
+        return query, key
+
+    MRotaryEmbedding.forward_cuda = forward
 
 
 if "vllm" in sys.modules:  # imported by a vLLM worker, for EngineExtension and before it loads the model

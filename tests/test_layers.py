@@ -136,6 +136,23 @@ def rotation_kernel(device: str, dtype: torch.dtype, whole: tuple[int, ...], par
                        layers._rotated_fused(ones.contiguous(), cos.to(device), sin.to(device), heads))  # fmt: skip
 
 
+def in_place_kernel(device: str, dtype: torch.dtype, heads: int, keys: int, section: list[int]) -> None:
+    """Queries and keys within rows that hold values, too; positions of a long video, within a longer tensor."""
+    torch.manual_seed(0)
+    half, tokens = sum(section), 7
+    mixed = torch.randn(tokens, (heads + 2 * keys) * 2 * half).to(dtype)
+    positions = torch.randint(0, 40000, (3, tokens + 2))
+    inverse = 1e6 ** -(torch.arange(half) / half)
+    axis = torch.repeat_interleave(torch.arange(3), torch.tensor(section))  # [D / 2]
+    angle = positions[axis, :tokens].T[:, None] * inverse  # [T, 1, D / 2] in FP32, as the trainer rounds it
+    wanted = mixed.view(tokens, -1, 2 * half)
+    wanted = turned(wanted, angle, heads + keys), layers._rotated(wanted, angle.cos(), angle.sin(), heads + keys)
+    here = mixed.to(device)
+    parts = here.split([n * 2 * half for n in (heads, keys, keys)], 1)
+    layers.rotate_in_place(*parts[:2], positions.to(device)[:, :tokens], inverse.to(device), section)
+    assert close(here.view(tokens, -1, 2 * half), *wanted)
+
+
 def kernels(device: str) -> None:
     """All of them, at sizes that do and do not fill a program's block."""
     for dtype in (torch.float, torch.bfloat16):
@@ -149,6 +166,8 @@ def kernels(device: str) -> None:
             ((1, 1, 2), slice(None), 1),
         ):
             rotation_kernel(device, dtype, whole, part, heads)
+        in_place_kernel(device, dtype, 28, 4, [16, 24, 24])
+        in_place_kernel(device, dtype, 3, 1, [1, 2, 0])
 
 
 def test_kernels_in_tritons_interpreter(tritons_interpreter):

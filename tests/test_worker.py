@@ -1,11 +1,18 @@
 """worker.py: what it changes in vLLM, by itself. That an engine made so computes the policy is test_rollout.py's."""
 
+import math
+import statistics
+from collections import Counter
+
 import pytest
 import torch
 
-import engine
+import configs
+import hardware
 import weights
 import worker
+from arena import Arena
+from rollout import Binding, EngineClient, Request, RolloutConfig
 
 
 def test_a_tensor_left_without_memory_is_named():
@@ -22,35 +29,85 @@ def test_a_tensor_left_without_memory_is_named():
         building.check(model)
 
 
+def rotation() -> None:
+    """vLLM's own rotary embedding, in PyTorch's steps, and what we put in place of its kernels."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+
+    worker._rotate_in_one_kernel()
+    torch.manual_seed(0)
+    with set_current_vllm_config(VllmConfig()):
+        layer = MRotaryEmbedding(128, 128, 32768, 1e6, True, torch.float32, mrope_section=[16, 24, 24])
+    for positions in (torch.randint(0, 5000, (3, 12))[:, :9], torch.arange(3000, 3009)):
+        query, key, value = torch.randn(9, 10 * 128).split([6 * 128, 2 * 128, 2 * 128], 1)  # as after one product
+        wanted, before = layer.forward_native(positions, query.clone(), key.clone()), value.clone()
+        got = layer.forward_cuda(positions, query, key)
+        assert all(torch.allclose(a, b, rtol=0, atol=2e-6) for a, b in zip(got, wanted, strict=True))
+        assert got[0].data_ptr() == query.data_ptr() and torch.equal(value, before)
+
+
+def test_queries_and_keys_are_rotated_as_by_vllm(tritons_interpreter):
+    tritons_interpreter(__file__)
+
+
+# ---- a real engine on a GPU ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """An engine that reads a tiny random model's BF16 snapshot in this process's arena."""
+    hardware.select_device(0)
+    root = tmp_path_factory.mktemp("gpu")
+    directory = configs.make_model_dir("tiny", root)
+    config = configs.load_config(str(directory))
+    plan = weights.layout(config, 1, 1, "split", torch.bfloat16)
+    arena = Arena({"snapshot": plan.nbytes})
+    weights.init_random(weights.Snapshot(plan, 0, arena.acquire("snapshot"), None), 3, config)
+    binding = Binding(str(directory), (arena.handle("snapshot"),), plan.nbytes, 1, "split", "bfloat16")
+    sampling = RolloutConfig(n=16, max_new_tokens=48, max_num_seqs=64, kv_cache_gib=0.25, max_num_batched_tokens=2048)
+    limits = {"max_prompt_tokens": 160, "forbidden_ids": configs.forbidden_ids(config)}
+    with EngineClient(sampling, binding, engine=0, devices=[0], run_dir=root, **limits) as engine:
+        engine.ready()
+        yield engine
+
+
+def generate(client, *requests: Request) -> list[tuple]:
+    client.generate(requests)
+    return sorted((r.request_id, r.index, r.token_ids, r.logprobs) for r in client.wait())
+
+
 @pytest.mark.gpu
-def test_draws_in_one_kernel_follow_the_distribution_and_the_seed():
-    """The real kernel, over logits that spread 16 possible ids over two of its blocks of 1024."""
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+def test_graphs_replay_after_the_kv_cache_left_and_came_back(client):
+    """Greedy and drawn tokens, and their log-probabilities, bit for bit. Other memory takes the pages in between."""
+    prompts = [list(range(40 + i, 60 + 3 * i)) for i in range(12)]
+    asked = [Request(f"{i}", ids, [], 4, seed=i, temperature=float(i % 2)) for i, ids in enumerate(prompts)]
+    before = generate(client, *asked)
+    for _ in range(2):
+        (report,) = client.release_kv()
+        assert report["resident_after"] == 0 < report["resident_before"]
+        taken = torch.full((report["resident_before"],), 0x7F, dtype=torch.uint8, device="cuda")  # NaNs, as BF16
+        client.restore_kv()
+        del taken
+        assert generate(client, *asked) == before
+    assert len({tuple(tokens) for _, _, tokens, _ in before}) > 12  # neither one prompt's tokens nor one draw's
 
-    worker._draw_in_one_kernel()
-    sampler, ids = TopKTopPSampler("processed_logprobs"), torch.arange(0, 1600, 100, device="cuda")
-    logits = torch.full((1024, 1600), float("-inf"), device="cuda")
-    logits[:, ids] = torch.linspace(0, 3, 16, device="cuda")
 
-    def seeded(*seeds: int) -> dict[int, torch.Generator]:
-        return {row: torch.Generator("cuda").manual_seed(seed) for row, seed in enumerate(seeds)}
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_draws_follow_the_log_probabilities_that_come_with_them(client, temperature):
+    """First tokens of one prompt, each with a seed of its own: how often, against its log-probability."""
+    asked = [Request(f"{i}", [41, 42, 43], [], 16, i, temperature, (1,) * 16) for i in range(512)]
+    drawn = [(tokens[0], logprobs[0]) for _, _, tokens, logprobs in generate(client, *asked)]
+    counts = Counter(token for token, _ in drawn)
+    chance = {token: math.exp(statistics.mean(p for t, p in drawn if t == token)) for token in counts}
+    frequent = [token for token in counts if chance[token] * len(drawn) >= 5]  # for chi-square to hold
+    expected = {token: chance[token] * len(drawn) for token in frequent}
+    assert sum(chance.values()) == pytest.approx(1, abs=0.01) and len(frequent) > 30
+    chi_square = sum((counts[token] - expected[token]) ** 2 / expected[token] for token in frequent)
+    freedom = len(frequent) - 1
+    assert abs(chi_square - freedom) < 4 * math.sqrt(2 * freedom)
+    assert generate(client, *asked[:8]) == generate(client, *asked[:8])
 
-    rows = seeded(*(engine._seed(0, i) for i in range(1024)))
-    draws = [sampler(logits.clone(), rows, None, None) for _ in range(8)]
-    assert torch.equal(draws[0][1], logits.log_softmax(-1))
-    counts = torch.bincount(torch.cat([tokens for tokens, _ in draws]), minlength=1600)[ids]
-    expected = logits[0, ids].softmax(0) * counts.sum()
-    assert counts.sum() == 8192
-    assert ((counts - expected) ** 2 / expected).sum() < 37.7  # 0.999 of chi-square, 15 degrees of freedom
 
-    flat = torch.zeros(3, 50000, device="cuda")  # equal tokens by chance: 1 in 50000
-    one, other = seeded(2**62 + 1), seeded(5, 6, 2**62 + 1)
-    alone = [int(sampler(flat[:1].clone(), one, None, None)[0]) for _ in range(8)]
-    del other[1]  # a greedy row
-    beside = [sampler(flat.clone(), other, None, None)[0].tolist() for _ in range(8)]
-    assert [row[2] for row in beside] == alone and len(set(alone)) == 8
-    assert not {row[0] for row in beside} & set(alone)
-    one[0].set_offset(one[0].get_offset() - 4)  # as vLLM does when it discards a draw
-    assert int(sampler(flat[:1].clone(), one, None, None)[0]) == alone[-1]
-    tokens, logprobs = sampler(logits[:9].clone(), {}, torch.full((9,), 3, device="cuda"), None)  # top-k
-    assert set(tokens.tolist()) <= set(ids[-3:].tolist()) and (logprobs[0] > float("-inf")).sum() == 3
+if __name__ == "__main__":
+    rotation()
