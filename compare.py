@@ -235,8 +235,8 @@ def compare_config(args: Compare, rest: list[str], world: int) -> tuple:
     if taken := [name for name in _DECIDED if name in given]:
         raise ValueError(f"--{', --'.join(taken)}: compare decides this itself; leave it out")
     wanted, _ = train.configure(rest, world)
-    if args.sms and wanted.sm_policy not in ("default", "priority"):
-        raise ValueError(f"--sms: expected --sm-policy default or priority beside it, not {wanted.sm_policy}")
+    if wanted.sm_policy == "auto" or (args.sms and wanted.sm_policy in ("none", "thread-cap")):
+        raise ValueError(f"--sm-policy {wanted.sm_policy}: expected green-context: compare's --sms says how many SMs")
     if wanted.algo.mask_truncated:
         raise ValueError("--algo.mask-truncated: every response of given length is truncated; leave it off")
     drawn = [

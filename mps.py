@@ -34,15 +34,14 @@ def share_gpu(overlap: str, policy: str, prefix_percent: int = 0) -> "Mps | None
     Every rank of a host calls it before its first CUDA call: CUDA reads the environment when it starts. Nothing to do
     on a CPU. Raises ValueError if the policy cannot take effect here."""
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # from here on PyTorch may ask CUDA itself (train.py)
-    if not hardware.gpu_host() and policy not in ("none", "default", "priority"):
-        raise ValueError(f"--sm-policy {policy}: expected priority: this host shows no GPU that could be shared")
+    if not hardware.gpu_host() and policy in ("thread-cap", "auto"):
+        raise ValueError(f"--sm-policy {policy}: expected green-context: this host shows no GPU that could be shared")
     if not hardware.gpu_host() or overlap == "none" or policy == "none":
         return None
     mps = Mps()
-    held_back = {
-        "thread-cap": {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(prefix_percent)},
-        "priority": {"CUDA_MPS_CLIENT_PRIORITY": "1"},  # below normal
-    }.get(policy, {})
+    held_back = {} if policy == "default" else {"CUDA_MPS_CLIENT_PRIORITY": "1"}  # below normal
+    if policy == "thread-cap":
+        held_back = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(prefix_percent)}
     if hardware.cuda_started() and (mps.private or held_back):
         raise RuntimeError(f"CUDA was started before --sm-policy {policy} could take effect: an import used it")
     os.environ.update({_PIPE: mps.pipe} | held_back)

@@ -17,6 +17,7 @@ request runs (barrier 3); publish() refuses otherwise.
 Each response of a prompt group is sent the moment it finishes. A generate() call that is repeated on an idle engine
 gives the same responses: the batches are the same, and each response has its own random stream, derived from the
 request's seed and its index. In other batches there remains the backend's rounding, which depends on their shape.
+(Do not ask for greedy and drawn responses at once: on a CPU, vLLM 0.26 then draws without the seeds.)
 prepare() lets an engine preprocess the prompts of the next generate() beforehand, and changes nothing else.
 
 Log-probabilities are those of the distribution that was sampled from: log_softmax((logits + bias) / temperature) in
@@ -29,7 +30,7 @@ A killed trainer takes its engines with it (parent-death signal, and end of file
 engine raises EngineDied in the trainer with its phase, exit code, last message and the tail of its log.
 
 Run:
-    python rollout.py                 # CPU: a tiny random model in an arena, one engine, a synthetic clip; 20 to 50 s
+    python rollout.py                 # a tiny random model in an arena, one engine, a synthetic clip; 5 to 50 s
     python rollout.py --help
 Left out on purpose: sleep mode (with shared weights only KV needs releasing, and that lies in an arena region).
 To tune the engine, edit RolloutConfig and engine.py's _engine_args(); to swap it, answer the tuples that EngineClient

@@ -561,10 +561,12 @@ class Partition:
 
 def candidates(policy: str, prefix_sms: int) -> tuple[int, ...]:
     """SMs of the prefixes under --sm-policy: quarters of the GPU in multiples of 8 and all of it for auto, 0 (all) for
-    policies that leave the prefixes' stream alone."""
+    policies that leave the prefixes' stream alone. Half of the GPU, unless prefix_sms says otherwise, for
+    green-context."""
+    quarters = [hardware.sm_count() * quarter // 32 * 8 for quarter in (1, 2, 3)]
     if policy == "auto":
-        return *(hardware.sm_count() * quarter // 32 * 8 for quarter in (1, 2, 3)), 0
-    return (prefix_sms,)
+        return *quarters, 0
+    return (prefix_sms or quarters[1],) if policy == "green-context" else (0,)
 
 
 def choose_sms(history: list[Measured], candidates: tuple[int, ...], prefix_tokens: int) -> int | None:

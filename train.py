@@ -152,14 +152,16 @@ class Config:
     overlap: Literal["none", "prefix"] = "prefix"
     """none: serial phases (the papers' Colocate). prefix: reference and actor prefixes run beside decode (Rollplex)."""
 
-    sm_policy: Literal["none", "default", "thread-cap", "affinity", "green-context", "priority", "auto"] = "priority"
-    """GPU only: how prefixes and decode share SMs. none: time slices, MPS is left alone. All others join or start MPS;
-    priority: the trainer is below normal, so that what decodes goes first. default: without limits. thread-cap: the
-    trainer gets --prefix-percent of the threads, in every phase. green-context: prefixes get --prefix-sms SMs. auto:
-    green contexts of the size that was fastest in the run's first steps, and since. affinity (static SM partitions):
-    not available."""
+    sm_policy: Literal["none", "default", "thread-cap", "affinity", "green-context", "priority", "auto"] = (
+        "green-context"
+    )
+    """GPU only: how prefixes and decode share SMs. none: time slices, MPS is left alone. All others join or start MPS.
+    default: without limits. priority: the trainer is below normal, so that what decodes goes first. green-context:
+    that, and prefixes get --prefix-sms SMs. auto: green contexts of the size that was fastest in the run's first
+    steps, and since. thread-cap: the trainer gets --prefix-percent of the threads, in every phase. affinity (static SM
+    partitions): not available."""
     prefix_sms: int = 0
-    """SMs of the overlapped prefixes with --sm-policy green-context; a multiple of 8 on Hopper."""
+    """SMs of the overlapped prefixes with --sm-policy green-context; a multiple of 8 on Hopper, 0: half of them."""
     prefix_percent: int = 0
     """Percent of the GPU's threads for the trainer with --sm-policy thread-cap."""
 
@@ -230,12 +232,12 @@ class Config:
     def _validate_sharing(self) -> None:
         """A policy that cannot take effect is refused; whether there is a GPU to share is for mps.share_gpu."""
         policy, sms, percent = self.sm_policy, self.prefix_sms, self.prefix_percent
-        limits = policy not in ("none", "default", "priority")
-        require(self.overlap != "none" or not limits, "sm-policy", policy, "priority: nothing overlaps decode")
+        idle = self.overlap == "none" and policy in ("thread-cap", "auto")
+        require(not idle, "sm-policy", policy, "green-context: nothing overlaps decode")
         instead = "green-context: static SM partitions (MPS of CUDA 13.1) are not available here"
         require(policy != "affinity", "sm-policy", policy, instead)
         expected = "the prefixes' SMs with --sm-policy green-context, 0 with any other"
-        require(sms > 0 if policy == "green-context" else sms == 0, "prefix-sms", sms, expected)
+        require(sms >= 0 if policy == "green-context" else sms == 0, "prefix-sms", sms, expected)
         expected = "1 to 100 with --sm-policy thread-cap, 0 with any other"
         require(1 <= percent <= 100 if policy == "thread-cap" else percent == 0, "prefix-percent", percent, expected)
 

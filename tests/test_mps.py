@@ -200,9 +200,9 @@ def test_without_the_program_the_error_says_what_to_do(monkeypatch, tmp_path):
 
 def test_on_a_cpu_there_is_nothing_to_share(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert all(mps.share_gpu("prefix", policy) is None for policy in ("none", "default", "priority"))
-    for policy in ("thread-cap", "green-context", "auto"):
-        with pytest.raises(ValueError, match=f"--sm-policy {policy}: expected priority: this host shows no GPU"):
+    assert all(mps.share_gpu("prefix", policy) is None for policy in ("none", "default", "priority", "green-context"))
+    for policy in ("thread-cap", "auto"):
+        with pytest.raises(ValueError, match=f"--sm-policy {policy}: expected green-context: this host shows no GPU"):
             mps.share_gpu("prefix", policy, 50)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+import hardware
 import rollout
 
 RANKS = Path(__file__).parent / "ranks_schedule.py"
@@ -162,8 +163,11 @@ def test_equal_candidates_give_the_first():
     assert sched.choose_sms([same[0], alone, *same], SMS, 100) == 32
 
 
-def test_a_fixed_partition_needs_no_history():
+def test_a_fixed_partition_needs_no_history(monkeypatch):
     assert sched.candidates("green-context", 48) == (48,) and sched.candidates("default", 0) == (0,)
+    assert sched.candidates("green-context", 0) == (0,)  # a CPU has nothing to halve
+    monkeypatch.setattr(hardware, "sm_count", lambda: 132)  # an H200's
+    assert sched.candidates("green-context", 0) == (64,) and sched.candidates("auto", 0) == (32, 64, 96, 0)
     partition = sched.Partition((48,))
     assert not partition.measures and [partition.next(100), partition.next(5)] == [48, 48]
 
@@ -171,10 +175,13 @@ def test_a_fixed_partition_needs_no_history():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--overlap", "none", "--sm-policy", "auto"], "--sm-policy auto: expected priority: nothing overlaps decode"),
+        (["--overlap", "none", "--sm-policy", "auto"], "--sm-policy auto: expected green-context: nothing overlaps"),
         (["--sm-policy", "affinity"], "--sm-policy affinity: expected green-context: static SM partitions"),
-        (["--sm-policy", "green-context"], "--prefix-sms 0: expected the prefixes' SMs with --sm-policy green-context"),
-        (["--prefix-sms", "64"], "--prefix-sms 64: expected the prefixes' SMs with --sm-policy green-context, 0 with"),
+        (["--prefix-sms", "-8"], "--prefix-sms -8: expected the prefixes' SMs with --sm-policy green-context"),
+        (
+            ["--sm-policy", "default", "--prefix-sms", "64"],
+            "--prefix-sms 64: expected the prefixes' SMs with --sm-policy",
+        ),
         (["--sm-policy", "thread-cap"], "--prefix-percent 0: expected 1 to 100 with --sm-policy thread-cap"),
         (["--sm-policy", "thread-cap", "--prefix-percent", "101"], "--prefix-percent 101: expected 1 to 100"),
         (["--prefix-percent", "50"], "--prefix-percent 50: expected 1 to 100 with --sm-policy thread-cap, 0 with"),
