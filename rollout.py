@@ -605,10 +605,20 @@ def _session_members(session: int) -> list[int]:
 @dataclass(frozen=True)
 class _Demo:
     rollout: RolloutConfig
+    model: str = "tiny"
+    """A named configuration (configs.py), with random weights."""
     prompts: int = 4
     """Prompt groups to generate."""
     frames: int = 8
-    """Frames of the synthetic clip, 112 × 112 pixels."""
+    """Frames of the synthetic clip."""
+    side: int = 112
+    """Its height and width, pixels."""
+    length: int = 0
+    """Tokens of each response; 0: until it ends by itself, or at --rollout.max-new-tokens."""
+    repeats: int = 1
+    """Generations, one after the other. On a GPU the first also compiles kernels."""
+    max_prompt_tokens: int = 2048
+    """Longest prompt that the engine takes, visual tokens included."""
 
 
 def _demo(args: _Demo) -> None:
@@ -618,8 +628,10 @@ def _demo(args: _Demo) -> None:
     import configs
     import weights
 
+    if args.model not in (names := ["tiny", *configs.CONFIGS]):
+        raise ValueError(f"--model {args.model}: expected one of {', '.join(names)}")
     with tempfile.TemporaryDirectory() as root:
-        directory = configs.make_model_dir("tiny", root)
+        directory = configs.make_model_dir(args.model, root)
         config = configs.load_config(str(directory))
         hardware.select_device(0)
         dtype = "bfloat16" if hardware.device().type == "cuda" else "float32"
@@ -628,25 +640,44 @@ def _demo(args: _Demo) -> None:
         snapshot = weights.Snapshot(plan, 0, arena.acquire("snapshot"), None)
         weights.init_random(snapshot, 0, config)
         binding = Binding(str(directory), (arena.handle("snapshot"),), plan.nbytes, 1, "split", dtype)
-        frames = np.random.default_rng(0).integers(0, 255, (args.frames, 112, 112, 3), dtype=np.uint8)
+        frames = np.random.default_rng(0).integers(0, 255, (args.frames, args.side, args.side, 3), dtype=np.uint8)
         clip = SimpleNamespace(kind="video", frames=frames, fps=2.0)
-        prompt = [1, config.vision_start_token_id, config.video_token_id, config.vision_end_token_id, *range(40, 60)]
-        limits = {"max_prompt_tokens": 2048, "forbidden_ids": configs.forbidden_ids(config)}
+        visual = [config.vision_start_token_id, config.video_token_id, config.vision_end_token_id]
+        # No two begin alike: their blocks of the KV cache are not shared.
+        prompts = [[1, 60 + i % 300, *visual, *range(40, 60)] for i in range(args.prompts)]
+        limits = {"max_prompt_tokens": args.max_prompt_tokens, "forbidden_ids": configs.forbidden_ids(config)}
         with EngineClient(args.rollout, binding, engine=0, devices=[0], run_dir=root, **limits) as client:
             print("engine ready:", {name: round(value, 1) for name, value in client.ready().items()})
-            start_ns = time.monotonic_ns()
-            client.generate([Request(f"{i}", prompt, [clip], args.rollout.n, seed=i) for i in range(args.prompts)])
-            responses, stats = client.wait(), client.take_stats()
-            seconds = (time.monotonic_ns() - start_ns) / 1e9
-            first_s = (min(response.finished_ns for response in responses) - start_ns) / 1e9
-            shared = stats.cached_tokens / stats.prompt_tokens
-            print(f"{len(responses)} responses to {len(responses[0].prompt_ids)}-token prompts in {seconds:.2f} s:")
-            print(f"the first after {first_s:.2f} s, {stats.output_tokens / seconds:.0f} tokens/s")
-            print(f"{shared:.0%} of the prompt tokens came from KV blocks shared in their group")
+            for repeat in range(args.repeats):
+                client.publish(repeat)  # so that no prompt is in the prefix cache
+                _generate_and_tell(client, args, prompts, clip)
+
+
+def _generate_and_tell(client: EngineClient, args: _Demo, prompts: list[list[int]], clip) -> None:
+    n = args.rollout.n
+    lengths = (args.length,) * n if args.length else None
+    requests = [Request(f"{i}", ids, [clip], n, seed=i, lengths=lengths) for i, ids in enumerate(prompts)]
+    start_ns = time.monotonic_ns()
+    client.generate(requests)
+    responses, stats = client.wait(), client.take_stats()
+    seconds = (time.monotonic_ns() - start_ns) / 1e9
+    first_s = (min(response.finished_ns for response in responses) - start_ns) / 1e9
+    print(f"{len(responses)} responses to {len(responses[0].prompt_ids)}-token prompts in {seconds:.2f} s:")
+    print(f"the first after {first_s:.2f} s, {stats.output_tokens / seconds:.0f} tokens/s")
+    for kind in ("prefill", "decode"):
+        work = [interval for interval in stats.timeline if interval.kind == kind]
+        if steps := sum(interval.steps for interval in work):
+            busy_s = sum(interval.end_ns - interval.start_ns for interval in work) / 1e9
+            print(f"{kind}: {busy_s:.2f} s, {steps} engine steps of {1e3 * busy_s / steps:.2f} ms")
+    shared = stats.cached_tokens / stats.prompt_tokens
+    print(f"{shared:.0%} of the prompt tokens came from KV blocks shared in their group")
 
 
 if __name__ == "__main__":
     import rollout  # so that a class has one identity here and where messages are unpickled
 
     args = tyro.cli(rollout._Demo, description=__doc__.split("\n\n")[0])
-    rollout._demo(args)
+    try:
+        rollout._demo(args)
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"rollout.py: {error}")
