@@ -342,7 +342,10 @@ class SmLimit(TorchDispatchMode):
 
             if sms % 8 or not 0 < sms <= sm_count():
                 raise ValueError(f"prefixes on {sms} SMs: expected a multiple of 8, at most this GPU's {sm_count()}")
-            self._green = GreenContext.create(num_sms=sms, device_id=torch.cuda.current_device())
+            try:
+                self._green = GreenContext.create(num_sms=sms, device_id=torch.cuda.current_device())
+            except RuntimeError as error:
+                raise ValueError(f"no green context of {sms} SMs here ({error}): take --sm-policy priority") from error
             self._cuda = self._green.Stream()
 
     def __enter__(self) -> "SmLimit":
