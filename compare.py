@@ -51,7 +51,7 @@ class Compare:
     """Seed of the response lengths."""
     sms: tuple[int, ...] = ()
     """SMs of the overlapped prefixes (0: all), each number a schedule of its own beside --overlap none; on a CPU they
-    are all the same. Empty: one, as --sm-policy says."""
+    are all the same. Empty: one, as --sm-policy and --prefix-sms say."""
     out: Path | None = None
     """Run directory to make. Default: runs/compare-<model>-<date>."""
 
@@ -235,8 +235,11 @@ def compare_config(args: Compare, rest: list[str], world: int) -> tuple:
     if taken := [name for name in _DECIDED if name in given]:
         raise ValueError(f"--{', --'.join(taken)}: compare decides this itself; leave it out")
     wanted, _ = train.configure(rest, world)
-    if wanted.sm_policy == "auto" or (args.sms and wanted.sm_policy in ("none", "thread-cap")):
-        raise ValueError(f"--sm-policy {wanted.sm_policy}: expected green-context: compare's --sms says how many SMs")
+    policy = wanted.sm_policy
+    if policy == "auto" or (args.sms and policy in ("none", "thread-cap")):
+        raise ValueError(f"--sm-policy {policy}: leave it out: compare's --sms says how many SMs prefixes get")
+    if args.sms and "prefix-sms" in given:
+        raise ValueError(f"--prefix-sms {wanted.prefix_sms}: leave it out beside --sms, which says the same")
     if wanted.algo.mask_truncated:
         raise ValueError("--algo.mask-truncated: every response of given length is truncated; leave it off")
     drawn = [
@@ -249,6 +252,8 @@ def compare_config(args: Compare, rest: list[str], world: int) -> tuple:
     own = {"overlap": "prefix", "run-dir": out, "steps": steps, "warmup-steps": 0}
     own |= {"checkpoint-every": 0, "eval-every": 0, "no-export": None, "data.max-prompt-tokens": longest}
     own |= {"rollout.max-new-tokens": max(max(row) for rows in drawn for row in rows)}
+    if args.sms and policy == "green-context":
+        own["sm-policy"] = "priority"  # the sides have their own limits of SMs
     if (most := wanted.rollout.max_num_batched_tokens) < longest:
         if "rollout.max-num-batched-tokens" in given:
             raise ValueError(f"--rollout.max-num-batched-tokens {most}: a clip of {longest} tokens is one engine step")
@@ -365,9 +370,12 @@ def _vary_rewards(trainer) -> None:
 
 def schedules(trainer, sms: tuple[int, ...]) -> dict[str, tuple]:
     """What is compared: name -> overlap, and the SMs that its prefixes get (sched.Partition)."""
-    own = trainer.schedule.partition
-    limited = {f"prefix, {n} SMs" if n else "prefix": ("prefix", sched.Partition((n,))) for n in sms}
-    return {"none": ("none", own)} | (limited or {"prefix": ("prefix", own)})
+    partitions = [sched.Partition((n,)) for n in sms] or [trainer.schedule.partition]
+    numbers = [next(iter(partition.limits)) for partition in partitions]
+    names = [f"prefix, {n} SMs" if n else "prefix" for n in numbers]
+    return {"none": ("none", sched.Partition())} | {
+        name: ("prefix", partition) for name, partition in zip(names, partitions, strict=True)
+    }
 
 
 def measure(trainer, log, workload: Workload, sides: dict[str, tuple], pairs: int, first: int, known: dict) -> int:
@@ -375,13 +383,14 @@ def measure(trainer, log, workload: Workload, sides: dict[str, tuple], pairs: in
     import hardware
     import train
 
+    limited = any(sms for _, partition in sides.values() for sms in partition.limits)
     for pair in range(pairs + 1):
         alone_s = prefixes_alone(trainer)
         for side, (overlap, partition) in sides.items():
             if trainer.ranks.rank == 0:
                 print(f"{workload.name} {side}{'' if pair else ', warm-up'}: ", end="")
             trainer.schedule.overlap, trainer.schedule.partition = overlap, partition
-            if len(sides) > 2:  # what the allocator keeps for a limit's stream alone is no burden to the next side
+            if limited:  # what the allocator keeps for a limit's stream alone is no burden to the next side
                 hardware.empty_cache()
             metrics, _ = train.train_step(trainer, pair, 0, workload.lengths)
             metrics |= {"workload": workload.name, "overlap": overlap, "side": side, "warm_up": pair == 0}

@@ -7,8 +7,8 @@
     rotate_in_place     the same without a backward pass, for the engine
 
 What is elementwise in the last three is bound by memory's bandwidth, so on a GPU a kernel of ours (Triton) reads and
-writes each tensor once. Beside its call stands the same in PyTorch's steps: a CPU runs these, and they say what the
-kernel has to compute. In BF16 forward rounds where they do, which is where the engine's kernels round, too.
+writes each tensor once. Beside the trainer's calls stands the same in PyTorch's steps: a CPU runs these, and they say
+what the kernel has to compute. In BF16 forward rounds where they do, which is where the engine's kernels round, too.
 
 Run: python layers.py                     # what a gated MLP keeps, and its time
 Left out on purpose: tuning the kernels as they run (it costs start-up time, and every run gets the same kernels).

@@ -11,7 +11,7 @@ Run:
     python mps.py           # GPU: how long a daemon takes to start and to end; CPU: says that there is none
     echo ps | CUDA_MPS_PIPE_DIRECTORY=/tmp/rollplex-mps-… nvidia-cuda-mps-control     # GPU: who shares, during a run
 Left out on purpose: static SM partitions (--sm-policy affinity).
-To change what holds the trainer back, edit share_gpu(); how many SMs prefixes get is choose_sms() in sched.py.
+To change what holds the trainer back, edit share_gpu(); how many SMs prefixes get is candidates() in sched.py.
 """
 
 import hashlib
@@ -28,14 +28,15 @@ import hardware
 _CONTROL, _PIPE = "nvidia-cuda-mps-control", "CUDA_MPS_PIPE_DIRECTORY"
 
 
-def share_gpu(overlap: str, policy: str, prefix_percent: int = 0) -> "Mps | None":
+def share_gpu(overlap: str, policy: str, prefix_sms: int = 0, prefix_percent: int = 0) -> "Mps | None":
     """Prepare this process for running kernels beside its engine's: MPS, and what holds the trainer back (--sm-policy).
 
     Every rank of a host calls it before its first CUDA call: CUDA reads the environment when it starts. Nothing to do
     on a CPU. Raises ValueError if the policy cannot take effect here."""
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # from here on PyTorch may ask CUDA itself (train.py)
-    if not hardware.gpu_host() and policy in ("thread-cap", "auto"):
-        raise ValueError(f"--sm-policy {policy}: expected green-context: this host shows no GPU that could be shared")
+    if not hardware.gpu_host() and (policy in ("thread-cap", "auto") or prefix_sms):
+        given = f"--prefix-sms {prefix_sms}" if prefix_sms else f"--sm-policy {policy}"
+        raise ValueError(f"{given}: leave it out: this host shows no GPU that could be shared")
     if not hardware.gpu_host() or overlap == "none" or policy == "none":
         return None
     mps = Mps()

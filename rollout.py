@@ -21,8 +21,9 @@ request's seed and its index. In other batches there remains the backend's round
 prepare() lets an engine preprocess the prompts of the next generate() beforehand, and changes nothing else.
 
 Log-probabilities are those of the distribution that was sampled from: log_softmax((logits + bias) / temperature) in
-float32, bias before temperature, where bias is FORBIDDEN_BIAS for the forbidden ids and 0 elsewhere (vLLM 0.26,
-v1/sample/sampler.py: logits processors, temperature, top-k/top-p, log_softmax). Temperature 0 is greedy and leaves the
+float32, bias before temperature, where bias is FORBIDDEN_BIAS for the forbidden ids and 0 elsewhere (vLLM 0.26: logits
+processors, temperature, top-k/top-p, log_softmax, in v1/sample/sampler.py on a CPU; v1/worker/gpu/sample/sampler.py on
+a GPU, in float32 because of worker._sample_in_float32). Temperature 0 is greedy and leaves the
 division out. With top_p or top_k the removed ids are -inf before that log_softmax: the values are renormalised over the
 kept set and no longer comparable with the trainer's. Both are off by default.
 
@@ -643,7 +644,7 @@ def _demo(args: _Demo) -> None:
         frames = np.random.default_rng(0).integers(0, 255, (args.frames, args.side, args.side, 3), dtype=np.uint8)
         clip = SimpleNamespace(kind="video", frames=frames, fps=2.0)
         visual = [config.vision_start_token_id, config.video_token_id, config.vision_end_token_id]
-        # No two begin alike: their blocks of the KV cache are not shared.
+        # No two of 300 begin alike: their blocks of the KV cache are not shared.
         prompts = [[1, 60 + i % 300, *visual, *range(40, 60)] for i in range(args.prompts)]
         limits = {"max_prompt_tokens": args.max_prompt_tokens, "forbidden_ids": configs.forbidden_ids(config)}
         with EngineClient(args.rollout, binding, engine=0, devices=[0], run_dir=root, **limits) as client:

@@ -307,9 +307,9 @@ def facts(trainer: "Trainer") -> str:
         f"{responses} responses, at most {responses * config.rollout.max_new_tokens} tokens",
         "bytes per rank:",
     ]
-    if config.overlap == "prefix" and (sms := hardware.sm_count()):
-        share = " or ".join(str(number or sms) for number in trainer.schedule.partition.limits)
-        lines.insert(2, f"prefixes beside decode: {share} of a GPU's {sms} SMs, --sm-policy {config.sm_policy}")
+    if any(limits := tuple(trainer.schedule.partition.limits)) and (sms := hardware.sm_count()):
+        share = " or ".join(str(number or sms) for number in limits)
+        lines.insert(2, f"prefixes beside decode: {share} of a GPU's {sms} SMs (--sm-policy {config.sm_policy})")
     held = [f"  {name:32s} {nbytes / 2**20:10.2f} MiB  {text}" for name, nbytes, text in rows if nbytes]
     return "\n".join(lines + held)
 

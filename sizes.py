@@ -30,7 +30,7 @@ from memory import MemoryConfig
 
 GIB = 2**30
 ENGINE_PIECES = (
-    1.7  # how much more than a step needs an engine's allocator keeps in pieces of all sizes (H200, 3B and 7B)
+    1.7  # how much more than a step needs an engine's allocator keeps in pieces of all sizes (H200, 3B, 7B, old runner)
 )
 FILLED = 8  # to multiples of which layers.py fills up an MLP's inner width (its ALIGN)
 

@@ -232,12 +232,12 @@ class Config:
     def _validate_sharing(self) -> None:
         """A policy that cannot take effect is refused; whether there is a GPU to share is for mps.share_gpu."""
         policy, sms, percent = self.sm_policy, self.prefix_sms, self.prefix_percent
-        idle = self.overlap == "none" and policy in ("thread-cap", "auto")
-        require(not idle, "sm-policy", policy, "green-context: nothing overlaps decode")
+        overlaps = self.overlap != "none"
+        require(overlaps or policy not in ("thread-cap", "auto"), "sm-policy", policy, "none: nothing overlaps decode")
         instead = "green-context: static SM partitions (MPS of CUDA 13.1) are not available here"
         require(policy != "affinity", "sm-policy", policy, instead)
-        expected = "the prefixes' SMs with --sm-policy green-context, 0 with any other"
-        require(sms >= 0 if policy == "green-context" else sms == 0, "prefix-sms", sms, expected)
+        expected = "0, or the SMs that prefixes get with --overlap prefix and --sm-policy green-context"
+        require(sms == 0 or (sms > 0 and overlaps and policy == "green-context"), "prefix-sms", sms, expected)
         expected = "1 to 100 with --sm-policy thread-cap, 0 with any other"
         require(1 <= percent <= 100 if policy == "thread-cap" else percent == 0, "prefix-percent", percent, expected)
 

@@ -67,7 +67,7 @@ class Ranks:
 def join(config: "Config") -> Ranks:
     """Join torchrun's process group and build Megatron's parallel state. Collective over all ranks."""
     torch.set_num_threads(1)  # a fixed reduction order, and the engines want the other cores
-    mps.share_gpu(config.overlap, config.sm_policy, config.prefix_percent)  # before CUDA starts
+    mps.share_gpu(config.overlap, config.sm_policy, config.prefix_sms, config.prefix_percent)  # before CUDA starts
     hardware.select_device(int(os.environ["LOCAL_RANK"]))
     hardware.answer_cuda_queries()
     if not dist.is_initialized():
@@ -219,6 +219,7 @@ class Trainer:
 
     def _make_schedule(self) -> None:
         config = self.config
+        policy = config.sm_policy if config.overlap == "prefix" else "none"
         self.schedule = sched.Schedule(
             config.overlap,
             config.rollout.temperature,
@@ -237,7 +238,7 @@ class Trainer:
             config.memory,
             micro_tokens=config.micro_tokens,
             log=self.log,
-            partition=sched.Partition(sched.candidates(config.sm_policy, config.prefix_sms)),
+            partition=sched.Partition(sched.candidates(policy, config.prefix_sms)),
         )
 
     def freeze_reference(self, saved: Path | None = None) -> None:

@@ -10,8 +10,8 @@
 
 No memory is allocated for weights: a registered loader (load_format="rollplex") builds vLLM's model with parameters
 that have none, maps the trainer's snapshot and puts a view of it behind each. More is changed in vLLM: where its KV
-cache lies and, on a GPU, in what precision it samples and rotates queries and keys. A response's random stream is the
-same whatever it is batched with; a GPU and a CPU draw different ones from one seed.
+cache lies and, on a GPU, in what precision it samples and rotates queries and keys. A GPU and a CPU draw different
+random streams from one seed.
 
 At TP 1 the engine's own process is the worker. At more, vLLM spawns one process per GPU, which runs the main file,
 engine.py, first, and imports this one for EngineExtension once vLLM is there: that makes it ours (the last line).
@@ -66,6 +66,8 @@ def imported() -> None:
 
 class EngineExtension:
     """Methods that vLLM adds to each worker (worker_extension_cls), called through collective_rpc."""
+
+    rollplex_kv: Arena  # set once vLLM allocates its KV cache (_place_kv_in_arena)
 
     def rollplex_report(self) -> dict[str, Any]:
         """Addresses of the parameters and of the snapshot, what the process holds, and what building the model took.
@@ -206,8 +208,8 @@ def _unlink_cpu_communicator() -> None:
 def _place_kv_in_arena() -> None:
     """Have vLLM's model runner take the KV cache from an arena region, so that its pages can come and go.
 
-    vLLM 0.26 has two model runners. On a GPU ours is the newer one, whose host needs a fraction of the time for a step
-    (the batch's state lies on the GPU); a CPU has only the older one.
+    vLLM 0.26 has two model runners. On a GPU ours is the newer one, which keeps a batch's state on the GPU, so that the
+    host has less to do for a step. It needs Triton, which vLLM's CPU build does not have.
     """
 
     def allocate(kv_cache_config) -> dict[str, torch.Tensor]:
@@ -243,12 +245,14 @@ def _sample_in_float32() -> None:
 
 
 def _rotate_in_one_kernel() -> None:
-    """Have vLLM rotate queries and keys where they lie, with angles in FP32. Its way takes six kernels a layer, a
-    tenth of a decode step of few responses, and cosines rounded to BF16, which the trainer's are not."""
+    """Have vLLM rotate queries and keys where they lie, with angles in FP32. Its way takes six kernels a layer and
+    cosines rounded to BF16, which the trainer's are not."""
     from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
     def forward(layer, positions, query, key, offsets=None):
         if not hasattr(layer, "rollplex_inverse"):  # by the time graphs are captured it is there
+            if layer.scaling_factor is not None or layer.mrope_interleaved or layer.rotary_dim != layer.head_size:
+                raise NotImplementedError("a rotary embedding other than Qwen2.5-VL's, scaled, interleaved or partial")
             layer.rollplex_inverse = layer._compute_inv_freq(layer.base).to(query.device, torch.float32)
         axes = positions.expand(3, -1)  # text alone may have one
         layers.rotate_in_place(query, key, axes, layer.rollplex_inverse, layer.mrope_section)

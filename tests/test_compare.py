@@ -96,10 +96,9 @@ def test_speed_up_and_its_bound():
         (["--pairs", "0"], "--pairs 0: expected 1 or more"),
         (["--sigma", "-1"], "--sigma -1.0: expected 0 or more"),
         (["--overlap", "none"], "--overlap: compare decides this itself"),
-        (
-            ["--sms", "8", "--sm-policy", "none"],
-            "--sm-policy none: expected green-context: compare's --sms says how many",
-        ),
+        (["--sms", "8", "--sm-policy", "none"], "--sm-policy none: leave it out: compare's --sms says how many SMs"),
+        (["--sms", "8", "--prefix-sms", "16"], "--prefix-sms 16: leave it out beside --sms"),
+        (["--sm-policy", "auto"], "--sm-policy auto: leave it out: compare's --sms says how many SMs"),
         (["--sms", "8", "8"], "--sms (8, 8): expected different numbers, 0 or more"),
         (["--rollout.max-new-tokens=4"], "--rollout.max-new-tokens: compare decides this itself"),
         (["--rollout.max-num-batched-tokens", "99"], "--rollout.max-num-batched-tokens 99: a clip of 120 tokens"),

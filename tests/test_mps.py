@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -202,8 +203,28 @@ def test_on_a_cpu_there_is_nothing_to_share(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert all(mps.share_gpu("prefix", policy) is None for policy in ("none", "default", "priority", "green-context"))
     for policy in ("thread-cap", "auto"):
-        with pytest.raises(ValueError, match=f"--sm-policy {policy}: expected green-context: this host shows no GPU"):
-            mps.share_gpu("prefix", policy, 50)
+        with pytest.raises(ValueError, match=f"--sm-policy {policy}: leave it out: this host shows no GPU"):
+            mps.share_gpu("prefix", policy, prefix_percent=50)
+    with pytest.raises(ValueError, match="--prefix-sms 8: leave it out: this host shows no GPU"):
+        mps.share_gpu("prefix", "green-context", 8)
+
+
+def test_what_holds_the_trainer_back(monkeypatch):
+    monkeypatch.setattr(hardware, "gpu_host", lambda: True)
+    monkeypatch.setattr(hardware, "cuda_started", lambda: False)
+    monkeypatch.setattr(mps, "Mps", lambda: SimpleNamespace(pipe="/tmp/x", private=False))
+    names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_CLIENT_PRIORITY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+    held_back = {}
+    for policy in ("none", "default", "priority", "green-context", "auto", "thread-cap"):
+        with monkeypatch.context() as environment:
+            for name in names:  # set first, so that they are as before afterwards
+                environment.setenv(name, "")
+                environment.delenv(name)
+            mps.share_gpu("prefix", policy, prefix_percent=50)
+            held_back[policy] = tuple(os.environ.get(name) for name in names)
+    below = dict.fromkeys(("priority", "green-context", "auto"), ("/tmp/x", "1", None))
+    rest = {"none": (None,) * 3, "default": ("/tmp/x", None, None), "thread-cap": ("/tmp/x", None, "50")}
+    assert held_back == below | rest
 
 
 def test_engines_join_the_trainers_daemon_unlimited(monkeypatch):

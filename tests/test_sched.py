@@ -175,13 +175,11 @@ def test_a_fixed_partition_needs_no_history(monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--overlap", "none", "--sm-policy", "auto"], "--sm-policy auto: expected green-context: nothing overlaps"),
+        (["--overlap", "none", "--sm-policy", "auto"], "--sm-policy auto: expected none: nothing overlaps decode"),
         (["--sm-policy", "affinity"], "--sm-policy affinity: expected green-context: static SM partitions"),
-        (["--prefix-sms", "-8"], "--prefix-sms -8: expected the prefixes' SMs with --sm-policy green-context"),
-        (
-            ["--sm-policy", "default", "--prefix-sms", "64"],
-            "--prefix-sms 64: expected the prefixes' SMs with --sm-policy",
-        ),
+        (["--prefix-sms", "-8"], "--prefix-sms -8: expected 0, or the SMs that prefixes get with --overlap prefix and"),
+        (["--sm-policy", "default", "--prefix-sms", "64"], "--prefix-sms 64: expected 0, or the SMs that prefixes get"),
+        (["--overlap", "none", "--prefix-sms", "64"], "--prefix-sms 64: expected 0, or the SMs that prefixes get"),
         (["--sm-policy", "thread-cap"], "--prefix-percent 0: expected 1 to 100 with --sm-policy thread-cap"),
         (["--sm-policy", "thread-cap", "--prefix-percent", "101"], "--prefix-percent 101: expected 1 to 100"),
         (["--prefix-percent", "50"], "--prefix-percent 50: expected 1 to 100 with --sm-policy thread-cap, 0 with"),
