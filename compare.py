@@ -510,7 +510,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         _compare(args, rest)
     except ValueError as error:
-        sys.exit(f"bench.py: {error}" if os.environ.get("RANK", "0") == "0" else 2)
+        if os.environ.get("RANK", "0") == "0":
+            sys.exit(f"bench.py: {error}")
+        time.sleep(5)  # torchrun ends all ranks with the first: let rank 0 speak
+        sys.exit(1)
 
 
 def _compare(args: Compare, rest: list[str]) -> None:

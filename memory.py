@@ -399,13 +399,17 @@ def _unpack(packed: _Kept | _Offloaded) -> torch.Tensor:
 class MemoryLog:
     """Samples what a process holds on its device into a JSON-lines file, from a thread of its own.
 
-    The first line is `header`. A sample that equals the one before is left out, so that the file is a step function.
+    The first line is `header`. A sample that equals the one before is left out, so that the file is a step function. A
+    resumed run goes on in the file that is there.
     """
 
     def __init__(self, path: Path, header: dict, read: Callable[[], tuple[str, dict[str, int]]], sample_ms: float):
-        self._read, self._interval_s, self._last, self._file = read, sample_ms / 1e3, None, path.open("w", 1)
+        if path.is_file() and not (there := path.read_bytes()).endswith(b"\n"):  # the run was killed as it wrote
+            path.write_bytes(there[: there.rfind(b"\n") + 1])
+        self._read, self._interval_s, self._last, self._file = read, sample_ms / 1e3, None, path.open("a", 1)
         self._lock, self._stop, self._device = threading.Lock(), threading.Event(), device()
-        self._file.write(json.dumps(header | {"sample_ms": sample_ms}) + "\n")
+        if not self._file.tell():
+            self._file.write(json.dumps(header | {"sample_ms": sample_ms}) + "\n")
         threading.Thread(target=self._run, name="memory log", daemon=True).start()
 
     def sample(self, mark: str = "") -> None:

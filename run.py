@@ -11,6 +11,7 @@ Left out on purpose: figures and tables (bench.py draws them from these files).
 To log another figure, add it to step_metrics() and to README's table.
 """
 
+import ctypes
 import json
 import math
 import os
@@ -21,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -51,15 +53,35 @@ def prepare_run(config: "Config", ranks: "Ranks") -> tuple[Path, Path]:
     dist.broadcast_object_list(chosen, group=ranks.everyone)
     run_dir = Path(chosen[0])
     if ranks.rank == 0:
-        if (run_dir / "metrics.jsonl").exists() and not config.resume:
+        settings_path, asked = run_dir / "config.json", json.loads(json.dumps(asdict(config)))
+        if config.resume:
+            if not any(run_dir.glob("checkpoint-??????")):
+                raise ValueError(f"--resume: {run_dir} has no checkpoint; start without --resume in a new --run-dir")
+            before = json.loads(settings_path.read_text()) if settings_path.exists() else asked
+            for line in _differences(before, asked):
+                print(f"resumed with another {line}", flush=True)
+        elif (run_dir / "metrics.jsonl").exists():
             raise ValueError(f"--run-dir {run_dir}: has a run already; add --resume to continue it, or choose another")
+        else:
+            for left in run_dir.glob("memory-*.jsonl"):  # of a run that ended before its first step
+                left.unlink()
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.json").write_text(json.dumps(asdict(config), indent=1))
+        settings_path.write_text(json.dumps(asked, indent=1))
         if not config.data.path:
             data.make_synthetic(run_dir.parent / "data", config.data)
     dist.barrier()
     model_dir = configs.make_model_dir(config.model, run_dir.parent / "models") if config.named else Path(config.model)
     return run_dir, model_dir
+
+
+def _differences(before: dict, now: dict, prefix: str = "--") -> Iterator[str]:
+    """The fields that are not as they were, as "--field: before -> now"; what says how to run is no difference."""
+    for name, value in now.items():
+        old = before.get(name)
+        if isinstance(value, dict) and isinstance(old, dict):
+            yield from _differences(old, value, f"{prefix}{name}.")
+        elif value != old and f"{prefix}{name}" not in ("--resume", "--run_dir", "--steps"):
+            yield f"{prefix}{name.replace('_', '-')}: {old} -> {value}"
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -92,18 +114,15 @@ def save_checkpoint(trainer: "Trainer", step: int, position: int) -> None:
 
 
 def load_checkpoint(trainer: "Trainer") -> tuple[int, int]:
-    """Restore the last complete checkpoint; returns the next step and data position. Raises ValueError if there is
-    none."""
-    found = sorted(trainer.run_dir.glob("checkpoint-??????"))
-    if not found:
-        raise ValueError(f"--resume: {trainer.run_dir} has no checkpoint; start without --resume in a new --run-dir")
-    state = torch.load(found[-1] / f"rank{trainer.ranks.tp_rank}.pt", weights_only=True, mmap=True)
+    """Restore the last complete checkpoint; returns the next step and data position."""
+    last = max(trainer.run_dir.glob("checkpoint-??????"))  # prepare_run() has seen that there is one
+    state = torch.load(last / f"rank{trainer.ranks.tp_rank}.pt", weights_only=True, mmap=True)
     trainer.arena.acquire("workspace")
     trainer.optimizer.load_state_dict(state["optimizer"])
     trainer.arena.release("workspace")
     trainer.snapshot.publish()
     trainer.loader.seen, trainer.loader.bad = state["seen"], state["bad"]
-    return int(found[-1].name.removeprefix("checkpoint-")), state["position"]
+    return int(last.name.removeprefix("checkpoint-")), state["position"]
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
@@ -350,6 +369,9 @@ class Ends:
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
+        self._parent = os.getppid()
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; if it is killed, the kernel tells its ranks
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
@@ -358,6 +380,8 @@ class Ends:
         while True:
             if select.select([self._read], [], [], 0.5)[0]:
                 number = signal.Signals(os.read(self._read, 1)[0])
+                if os.getppid() != self._parent:
+                    self.fail("torchrun, which started this rank, is gone", 1)
                 if number == signal.SIGTERM and not all(map(_lives, self._siblings)):
                     self.fail(LOST, 1)  # torchrun, which has noticed before a collective did
                 self.fail("interrupted" if number == signal.SIGINT else f"stopped by {number.name}", 128 + number)
@@ -396,8 +420,8 @@ class Ends:
             return os.environ.get("LOCAL_RANK", "0") == "0"
         try:
             return self._store.compare_set("rollplex/failure", "", reason).decode() == reason
-        except RuntimeError:  # torchrun is gone, and the store with it
-            return True
+        except RuntimeError:  # torchrun is gone, and the store with it: the first rank of the host that lives
+            return os.getpid() == next(filter(_lives, self._siblings))
 
 
 def _lives(pid: int) -> bool:

@@ -169,7 +169,7 @@ class Config:
     """Supervised steps before GRPO that teach the answer format alone: the answer is a random option, so no question is
     answered."""
     checkpoint_every: int = 50
-    """Steps between checkpoints for --resume (the last two are kept). 0: none."""
+    """Steps between checkpoints for --resume (the last two are kept), besides one after the last step. 0: none."""
     export: bool = True
     """Write the trained model to run_dir/model as a Hugging Face directory."""
     eval_every: int = 0
@@ -499,7 +499,8 @@ def train(config: Config, text: str, ends: Ends) -> None:
         log.step(step, metrics, trainer.timeline)
         if step == first and ranks.rank == 0:
             write_plan(trainer, metrics)
-        if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0:
+        last = step + 1 == config.steps
+        if config.checkpoint_every and (last or (step + 1) % config.checkpoint_every == 0):
             save_checkpoint(trainer, step + 1, position)
 
     if config.export:
@@ -557,6 +558,8 @@ def main() -> None:
     except ValueError as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
+        else:
+            time.sleep(5)  # every rank fails so, and torchrun ends all with the first: let it be the one that speaks
         sys.exit(2)
     ends = Ends(rank)
     try:

@@ -77,8 +77,16 @@ def test_camera_footage_from_a_checkpoint_and_an_exact_resume(tmp_path):
     assert "broken.mp4" in (whole / "bad_samples.jsonl").read_text() and metrics(whole)[-1]["bad_samples"] > 0
     shutil.copytree(whole / "checkpoint-000002", resumed / "checkpoint-000002")
     shutil.copy(whole / "metrics.jsonl", resumed)  # as after a crash: steps were logged that the checkpoint lacks
+    settings = json.loads((whole / "config.json").read_text()) | {"checkpoint_every": 3}
+    (resumed / "config.json").write_text(json.dumps(settings))
+    shutil.copy(whole / "memory-rank0.jsonl", resumed)
+    with (resumed / "memory-rank0.jsonl").open("a") as log:
+        log.write('{"t_ns": 17')  # killed as it wrote
     out = finish(start(resumed, *arguments, "--resume"), 300)
-    assert "resumed at step 2" in out
+    assert "resumed at step 2" in out and out.count("resumed with another") == 1
+    assert "resumed with another --checkpoint-every: 3 -> 2" in out
+    before, after = ((path / "memory-rank0.jsonl").read_text() for path in (whole, resumed))
+    assert after.startswith(before) and len(after) > len(before) and all(map(json.loads, after.splitlines()))
     for a, b in zip(metrics(whole), metrics(resumed), strict=True):
         for name in ("step", "reward_mean", "loss", "kl", "grad_norm", "bad_samples", "response_tokens_mean"):
             assert a[name] == b[name], name
@@ -101,7 +109,7 @@ def wait_for(process: subprocess.Popen, text: str, timeout: float) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("what", ["interrupt", "engine", "rank"])
+@pytest.mark.parametrize("what", ["interrupt", "engine", "rank", "torchrun"])
 def test_whatever_dies_everything_ends_and_one_reason_is_given(tmp_path, what):
     run_dir = tmp_path / "run"
     process = start(run_dir, "--warmup-steps", "1", ranks=1 if what == "engine" else 2)
@@ -110,6 +118,8 @@ def test_whatever_dies_everything_ends_and_one_reason_is_given(tmp_path, what):
         begun = time.monotonic()
         if what == "interrupt":  # as a terminal does: to the whole foreground process group
             os.killpg(process.pid, signal.SIGINT)
+        elif what == "torchrun":
+            process.kill()
         else:
             pattern = "engine.py --serve" if what == "engine" else "train.py --run-dir"
             victims = [int(p) for p in subprocess.check_output(["pgrep", "-f", pattern], text=True).split()]
@@ -121,9 +131,9 @@ def test_whatever_dies_everything_ends_and_one_reason_is_given(tmp_path, what):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode != 0 and took < 20, took
-    expected = {"interrupt": "interrupted", "engine": "engine 0", "rank": "lost another rank"}[what]
+    expected = {"interrupt": "interrupted", "engine": "engine 0", "rank": "lost another rank", "torchrun": "torchrun, "}
     assert out.count("rollplex stopped:") == 1, out[-3000:]
-    assert expected in out.split("rollplex stopped:")[1].split("\n")[0], out[-3000:]
+    assert expected[what] in out.split("rollplex stopped:")[1].split("\n")[0], out[-3000:]
     deadline = time.monotonic() + 5
     while leftovers(run_dir) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -146,3 +156,12 @@ def test_a_dataset_that_cannot_be_used_stops_with_its_name(tmp_path):
     assert process.returncode != 0 and out.count("rollplex stopped:") == 1 and "data.json" in out, out[-3000:]
     assert 'train.py", line' not in out  # a message, not our traceback
     assert not leftovers(tmp_path / "run")
+
+
+@pytest.mark.timeout(200)
+def test_a_run_that_is_not_there_cannot_be_resumed(tmp_path):
+    process = start(tmp_path / "run", "--resume")
+    out = process.communicate(timeout=150)[0]
+    assert process.returncode != 0 and out.count("rollplex stopped:") == 1, out[-3000:]
+    assert f"--resume: {tmp_path}/run has no checkpoint; start without --resume" in out
+    assert not (tmp_path / "run").exists() and not leftovers(tmp_path / "run")
