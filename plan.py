@@ -307,9 +307,10 @@ def formulas(p: Plan) -> dict[str, str]:
     tower_again = policy.recompute_vision and policy.activations == "keep" and w.overlap == "prefix"
     patch, at_once = vision_bytes(hf_config, w, again or tower_again), passes(w, policy, groups)
     patches = 4 * visual_share(at_once.waiting if policy.activations == "keep" else at_once.batch, train_tp)
-    prefix = f"{a_layer} B a token and layer x {d.layers} x {tokens} + {patch} B a patch x {patches}"
+    prefix = f"{a_layer} B a token and layer x {d.layers - 1} x {tokens} + {patch} B a patch x {patches}"
     state = "" if policy.state_offload else f"12 B x {shard}, always, and "
-    boundary = f"2 x {d.layers} layers x {d.kv // d.head} heads x {d.head} x {b} B x {tokens} tokens x {groups} prompts"
+    boundary = f"2 x {d.layers} layers x {d.kv // d.head} heads x {d.head} x {b} B x {tokens} tokens x"
+    there, waiting = (f"{n / w.prompt_tokens:.4g} prompts" for n in (at_once.there, at_once.kept))
     fused = f" + {held.fused / GIB:.2f} GiB QKV in the trainer's order" if held.fused else ""
     kv = f"{kv_token_bytes(hf_config, w, rollout_tp) / 1024:g} KiB a token"
     chunk = optimizer.OptimizerConfig(chunk_mib=w.chunk_mib, ahead_gib=w.ahead_gib)
@@ -321,8 +322,8 @@ def formulas(p: Plan) -> dict[str, str]:
         "engine_other": f"{ENGINE_RUNTIME_GIB:g} GiB + in a rollout a step of {w.max_num_batched_tokens} tokens",
         "other": "CUDA and collectives of both processes + the window's temporaries",
         "rollout_kv": f"{kv}; {'as given' if w.kv_cache_gib else f'up to {w.max_num_seqs} responses at full length'}",
-        "actor_boundary": boundary,
-        "reference_boundary": boundary,
+        "actor_boundary": f"{boundary} {waiting}",
+        "reference_boundary": f"{boundary} {there}",
         "reference": f"{b} B x {shard}",
         "prefix_activations": f"{prefix}, a prompt; {_kept(policy)}{kept}",
         "suffix_activations": f"({a_layer} B x {d.layers} layers + {b * d.vocab} B of logits) a token x "
