@@ -32,12 +32,11 @@ logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 gc.disable()  # what imports make stays, and searching it for garbage took a third of their time (measured)
 
-import json  # noqa: E402
 import sched  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
-from dataclasses import asdict, dataclass, field  # noqa: E402
+from dataclasses import dataclass, field  # noqa: E402
 from typing import TYPE_CHECKING, Literal  # noqa: E402
 
 import torch  # noqa: E402
@@ -483,7 +482,7 @@ def train(config: Config, text: str, ends: Ends) -> None:
     ranks = begin_run(config, ends)
     run_dir, model_dir = prepare_run(config, ranks)
     log = Log(config, run_dir, ranks)
-    log.say(json.dumps(asdict(config)))
+    log.say(f"settings: {run_dir}/config.json")
     if text:
         log.say(text.rstrip())
     ends.trainer = trainer = Trainer(config, ranks, run_dir, model_dir)
