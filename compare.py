@@ -370,12 +370,11 @@ def _vary_rewards(trainer) -> None:
 
 def schedules(trainer, sms: tuple[int, ...]) -> dict[str, tuple]:
     """What is compared: name -> overlap, and the SMs that its prefixes get (sched.Partition)."""
-    partitions = [sched.Partition((n,)) for n in sms] or [trainer.schedule.partition]
-    numbers = [next(iter(partition.limits)) for partition in partitions]
-    names = [f"prefix, {n} SMs" if n else "prefix" for n in numbers]
-    return {"none": ("none", sched.Partition())} | {
-        name: ("prefix", partition) for name, partition in zip(names, partitions, strict=True)
-    }
+    sides = {"none": ("none", sched.Partition())}
+    for partition in [sched.Partition((n,)) for n in sms] or [trainer.schedule.partition]:
+        (number,) = partition.limits
+        sides[f"prefix, {number} SMs" if number else "prefix"] = "prefix", partition
+    return sides
 
 
 def measure(trainer, log, workload: Workload, sides: dict[str, tuple], pairs: int, first: int, known: dict) -> int:
@@ -510,10 +509,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         _compare(args, rest)
     except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            sys.exit(f"bench.py: {error}")
-        time.sleep(5)  # torchrun ends all ranks with the first: let rank 0 speak
-        sys.exit(1)
+        sched.leave_it_to_rank_0(1)
+        sys.exit(f"bench.py: {error}")
 
 
 def _compare(args: Compare, rest: list[str]) -> None:

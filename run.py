@@ -399,6 +399,8 @@ class Ends:
             print(f"\nrollplex stopped: {where}: {reason}", file=sys.stderr, flush=True)
             if self.run_dir is not None and any(self.run_dir.glob("checkpoint-??????")):
                 print(f"continue with --run-dir {self.run_dir} --resume", file=sys.stderr, flush=True)
+        elif self._store is None:
+            time.sleep(sched.SPEAKS_WITHIN_S)
         try:
             if self.trainer is not None:
                 self.trainer.close()

@@ -21,7 +21,9 @@ computed, edit model.py or the loss in train.py.
 """
 
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,6 +39,7 @@ from arena import Arena
 
 # N responses a prompt, S response tokens padded to the group's longest.
 
+SPEAKS_WITHIN_S = 5.0  # torchrun ends all ranks with the first that ends: so long the others wait for the one to speak
 _AHEAD_BATCHES = 2  # beside the last so many the first chunks of the optimizer may come in: 40 GiB take about a second
 
 
@@ -48,6 +51,13 @@ def gathered(mine: object, group: dist.ProcessGroup) -> list:
     pieces: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(pieces, mine, group=group)
     return pieces
+
+
+def leave_it_to_rank_0(status: int) -> None:
+    """Before ranks know each other, each finds the same fault: all but rank 0, which says so next, end here."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(SPEAKS_WITHIN_S)
+        sys.exit(status)
 
 
 # ---- micro-batches ---------------------------------------------------------------------------------------------------

@@ -555,10 +555,8 @@ def main() -> None:
             "train.py under torchrun: torchrun --nproc-per-node 2 train.py",
         )
     except ValueError as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        else:
-            time.sleep(5)  # every rank fails so, and torchrun ends all with the first: let it be the one that speaks
+        sched.leave_it_to_rank_0(2)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     ends = Ends(rank)
     try:

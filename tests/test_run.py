@@ -5,13 +5,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import finish, leftovers, metrics, start
+from conftest import ROOT, finish, leftovers, metrics, start
 from safetensors.torch import load_file
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -156,6 +157,19 @@ def test_a_dataset_that_cannot_be_used_stops_with_its_name(tmp_path):
     assert process.returncode != 0 and out.count("rollplex stopped:") == 1 and "data.json" in out, out[-3000:]
     assert 'train.py", line' not in out  # a message, not our traceback
     assert not leftovers(tmp_path / "run")
+
+
+@pytest.mark.timeout(100)
+def test_a_refusal_is_printed_though_another_rank_ends_first(tmp_path):
+    """Of a policy that only a host with GPUs can have: found by every rank, before ranks know each other."""
+    late = f"[ $RANK = 0 ] && sleep 2; exec {sys.executable} train.py --sm-policy auto --run-dir {tmp_path}/run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--no-python", "bash", "-c", late], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode != 0 and done.stderr.count("rollplex stopped:") == 1, done.stderr
+    assert "--sm-policy auto: leave it out: this host shows no GPU" in done.stderr
 
 
 @pytest.mark.timeout(200)
