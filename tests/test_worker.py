@@ -8,11 +8,9 @@ import pytest
 import torch
 
 import configs
-import hardware
 import weights
 import worker
-from arena import Arena
-from rollout import Binding, EngineClient, Request, RolloutConfig
+from rollout import EngineClient, Request, RolloutConfig, random_weights
 
 
 def test_a_tensor_left_without_memory_is_named():
@@ -56,14 +54,8 @@ def test_queries_and_keys_are_rotated_as_by_vllm(tritons_interpreter):
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
     """An engine that reads a tiny random model's BF16 snapshot in this process's arena."""
-    hardware.select_device(0)
     root = tmp_path_factory.mktemp("gpu")
-    directory = configs.make_model_dir("tiny", root)
-    config = configs.load_config(str(directory))
-    plan = weights.layout(config, 1, 1, "split", torch.bfloat16)
-    arena = Arena({"snapshot": plan.nbytes})
-    weights.init_random(weights.Snapshot(plan, 0, arena.acquire("snapshot"), None), 3, config)
-    binding = Binding(str(directory), (arena.handle("snapshot"),), plan.nbytes, 1, "split", "bfloat16")
+    config, binding, _arena = random_weights("tiny", root)
     sampling = RolloutConfig(n=16, max_new_tokens=48, max_num_seqs=64, kv_cache_gib=0.25, max_num_batched_tokens=2048)
     limits = {"max_prompt_tokens": 160, "forbidden_ids": configs.forbidden_ids(config)}
     with EngineClient(sampling, binding, engine=0, devices=[0], run_dir=root, **limits) as engine:
