@@ -350,6 +350,7 @@ def write_plan(trainer: "Trainer", metrics: dict) -> None:
 
 
 LOST = "lost another rank, which ended without saying why (killed, or out of memory?)"
+_ORPHANED = signal.SIGUSR2  # torchrun has been killed; what torchrun itself sends, to end its ranks, is SIGTERM
 
 
 class Ends:
@@ -367,11 +368,10 @@ class Ends:
         self._read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, _ORPHANED):
             signal.signal(number, lambda *_: None)
-        self._parent = os.getppid()
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's; if it is killed, the kernel tells its ranks
-            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+            ctypes.CDLL(None).prctl(1, _ORPHANED)  # PR_SET_PDEATHSIG
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
@@ -380,7 +380,7 @@ class Ends:
         while True:
             if select.select([self._read], [], [], 0.5)[0]:
                 number = signal.Signals(os.read(self._read, 1)[0])
-                if os.getppid() != self._parent:
+                if number == _ORPHANED:
                     self.fail("torchrun, which started this rank, is gone", 1)
                 if number == signal.SIGTERM and not all(map(_lives, self._siblings)):
                     self.fail(LOST, 1)  # torchrun, which has noticed before a collective did
@@ -420,10 +420,11 @@ class Ends:
         """Whether this rank is the first to report: the others fail only because it did."""
         if self._store is None:  # nothing is distributed yet, and every rank of a host sees the same error
             return os.environ.get("LOCAL_RANK", "0") == "0"
+        lowest = os.getpid() == next(filter(_lives, self._siblings))  # asked now: the store may take seconds to answer
         try:
             return self._store.compare_set("rollplex/failure", "", reason).decode() == reason
-        except RuntimeError:  # torchrun is gone, and the store with it: the first rank of the host that lives
-            return os.getpid() == next(filter(_lives, self._siblings))
+        except RuntimeError:  # torchrun is gone, and the store with it: of the ranks that lived, the host's first
+            return lowest
 
 
 def _lives(pid: int) -> bool:
