@@ -259,6 +259,12 @@ class EngineClient:
         """Why the engine is gone, or None; stop() is no death. May be read from any thread."""
         return self._died
 
+    @property
+    def generating(self) -> bool:
+        """Whether a generate() is not finished. Raises EngineDied if the engine is gone."""
+        self._raise_if_gone()
+        return bool(self._open_calls)
+
     def ready(self) -> dict[str, Any]:
         """Wait until the engine can generate: {start_s, import_s, build_s, parameters, kv_bytes, kv_tokens}."""
         self._wait_until(lambda: self._ready is not None, self._started + self.config.start_timeout_s)

@@ -20,6 +20,7 @@ To change when things run, edit Schedule.iterate; to change which SMs prefixes g
 computed, edit model.py or the loss in train.py.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -362,21 +363,34 @@ class Schedule:
 
     # -- Phase 1
 
-    def prefixes(self, batches: list[MicroBatch], limit: AbstractContextManager | None = None) -> None:
+    def prefixes(
+        self,
+        batches: list[MicroBatch],
+        limit: AbstractContextManager | None = None,
+        go_on: Callable[[], bool] = lambda: True,
+    ) -> int:
         """Compute the reference's prefixes, then the actor's; each batch keeps its own until its suffixes. limit: of
-        SMs (hardware.SmLimit)."""
+        SMs (hardware.SmLimit). go_on: asked before each; those left when it says no are Phase 2's. Returns the tokens
+        of what was computed."""
         with limit or nullcontext():
-            self._reference_prefixes(batches)
-            self._actor_prefixes(batches)
+            return self._reference_prefixes(batches, go_on) + self._actor_prefixes(batches, go_on)
 
     def _overlapped_prefixes(self, batches: list[MicroBatch]) -> tuple[int | None, int, float]:
-        """All prefixes, on the SMs that they may use; returns those, the prefixes' tokens, and seconds."""
+        """Prefixes until the rollout is over, on the SMs that they may use; returns those, the prefixes' tokens, and
+        seconds."""
         self._wait_for_prompts()
-        tokens = sum(batch.tokens for batch in batches)
+        roles = [self._kept(batches)] + [batches] * (self.reference is not None)
+        tokens = sum(batch.tokens for role in roles for batch in role)
         start_ns = time.monotonic_ns()
         if (sms := self.partition.next(tokens)) is not None:
-            self.prefixes(batches, self.partition.limits[sms])
+            tokens = self.prefixes(batches, self.partition.limits[sms], self._rollout_goes_on)
         return sms, tokens, (time.monotonic_ns() - start_ns) / 1e9
+
+    def _rollout_goes_on(self) -> bool:
+        """Whether an engine of the replica still generates, now that the device has finished what it had to do for this
+        rank. Collective over the replica: all its ranks compute the next prefix, or none."""
+        hardware.synchronize()
+        return any(gathered(self.engine is not None and self.engine.generating, self.control))
 
     def _wait_for_prompts(self) -> None:
         """Prefills and prefixes both fill a device: side by side they end no earlier than one after the other, and
@@ -392,24 +406,33 @@ class Schedule:
         decode_s = self.rollout.seconds if self.engine is not None else 0.0
         steps = sum(work.steps for work in self.rollout.timeline) if self.engine is not None else 0
         decode_s, steps, prefix_s = map(max, zip(*gathered((decode_s, steps, prefix_s), self.control), strict=True))
-        self.partition.history.append(Measured(sms, decode_s, steps, prefix_s, tokens))
+        if tokens:  # else the rollout was over before the first prefix, and shows nothing
+            self.partition.history.append(Measured(sms, decode_s, steps, prefix_s, tokens))
 
-    def _reference_prefixes(self, batches: list[MicroBatch]) -> None:
+    def _reference_prefixes(self, batches: list[MicroBatch], go_on: Callable[[], bool]) -> int:
         if self.reference is None:
-            return
+            return 0
+        done = 0
         with self.timeline.span("reference prefix"), self.reference as model, torch.no_grad():
-            for batch in batches:
+            for batch in itertools.takewhile(lambda _: go_on(), batches):
                 self._reference_prefix(model, batch)
+                done += batch.tokens
+        return done
 
-    def _actor_prefixes(self, batches: list[MicroBatch]) -> None:
-        """Those that may be kept; computing one that may not would spare Phase 2 nothing, which needs it once more."""
+    def _actor_prefixes(self, batches: list[MicroBatch], go_on: Callable[[], bool]) -> int:
+        done = 0
         with self.timeline.span("actor prefix"):
-            kept, most = 0, self.policy.keep_tokens if self.policy.activations == "keep" else 0  # prompt tokens
-            for batch in batches:
-                kept += batch.tokens
-                if most and kept > most:
-                    break
+            for batch in itertools.takewhile(lambda _: go_on(), self._kept(batches)):
                 self._actor_prefix(batch, waits=True)
+                done += batch.tokens
+        return done
+
+    def _kept(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Those whose actor prefixes memory lets wait; computing another one would spare Phase 2 nothing, which needs
+        it once more."""
+        most = self.policy.keep_tokens if self.policy.activations == "keep" else 0  # prompt tokens
+        until = itertools.accumulate(batch.tokens for batch in batches)
+        return [batch for batch, tokens in zip(batches, until, strict=True) if not most or tokens <= most]
 
     def _reference_prefix(self, model, batch: MicroBatch) -> None:
         batch.reference = model.prefix(batch.samples)
@@ -548,7 +571,7 @@ class Measured:
     decode_s: float  # the engine's work: T_D + Δ
     decode_steps: int
     prefix_s: float  # T_P on these SMs; means nothing where they did not run beside decode
-    prefix_tokens: int
+    prefix_tokens: int  # of the prefixes that were computed in it, both roles
 
 
 class Partition:
@@ -582,10 +605,11 @@ def candidates(policy: str, prefix_sms: int) -> tuple[int, ...]:
 def choose_sms(history: list[Measured], candidates: tuple[int, ...], prefix_tokens: int) -> int | None:
     """SMs for the next step's prefixes: of the candidates, the one with the least max(T_D + Δ, T_P) (Equation 1).
 
-    The first steps measure: one only warms up, one overlaps nothing (None) and shows decode alone, then each candidate
-    has one. From a candidate's last step: T_P by prefix_tokens, and Δ by the share of overlapped time that decode lost;
-    T_D by the engine's steps, of which the next step is taken to need as many as the last one. Deterministic; the first
-    of equals.
+    prefix_tokens: of all prefixes that may run beside decode; those that the end of the rollout leaves to Phase 2 count
+    as if they ran on. The first steps measure: one only warms up, one overlaps nothing (None) and shows decode alone,
+    then each candidate has one. From a candidate's last step: T_P by prefix_tokens, and Δ by the share of overlapped
+    time that decode lost; T_D by the engine's steps, of which the next step is taken to need as many as the last one.
+    Deterministic; the first of equals.
     """
     tour = (candidates[0], None, *candidates)
     if len(history) < len(tour):

@@ -79,6 +79,22 @@ def main() -> None:
     dist.destroy_process_group()
 
 
+def ended_rollouts(trainer: Trainer, state: dict) -> list[tuple[str, dict]]:
+    """Steps whose rollout is said to be over when so many prefixes have been computed: Phase 2 computes the others."""
+    own, runs = trainer.schedule._rollout_goes_on, []
+    for computed in (0, 1, 4):  # of three of the reference, then three of the actor
+        asked = iter([True] * computed)
+        trainer.schedule._rollout_goes_on = lambda asked=asked: next(asked, False)
+        runs.append((f"prefix, {computed} beside decode", run_step(trainer, "prefix", state, 0)))
+        events = sorted((e for e in runs[-1][1]["events"] if e["tid"] == "train"), key=lambda e: e["ts"])
+        names = [e["name"] for e in events]
+        later = names[names.index("reference") :]
+        assert later.count("reference prefix") == max(0, 3 - computed), later
+        assert later.count("actor prefix") == 3 - max(0, computed - 3), later
+    trainer.schedule._rollout_goes_on = own
+    return runs
+
+
 def chosen_partitions(trainer: Trainer, state: dict) -> list[tuple[str, dict]]:
     """Steps with a choice of SMs, which a CPU's streams ignore: the choice, its serial step and what ranks tell each
     other are as on a GPU."""
@@ -149,6 +165,8 @@ def check(trainer: Trainer) -> None:
     while shared_us < 1000 and len(runs) < 6:  # a busy host may let an engine sleep through a trainer's prefixes
         runs.append(("prefix", run_step(trainer, "prefix", state, 0)))
         shared_us = overlapped_us(runs[-1][1]["events"], prefixes, control)
+    runs += ended_rollouts(trainer, state)
+    trainer.schedule._rollout_goes_on = lambda: True  # from here on all prefixes run in Phase 1, however busy the host
     own = trainer.schedule.policy
     for layers, activations in product((False, True), ("keep", "offload", "recompute")):
         trainer.schedule.policy = replace(own, activations=activations, recompute_layers=layers)
