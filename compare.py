@@ -252,8 +252,6 @@ def compare_config(args: Compare, rest: list[str], world: int) -> tuple:
     own = {"overlap": "prefix", "run-dir": out, "steps": steps, "warmup-steps": 0}
     own |= {"checkpoint-every": 0, "eval-every": 0, "no-export": None, "data.max-prompt-tokens": longest}
     own |= {"rollout.max-new-tokens": max(max(row) for rows in drawn for row in rows)}
-    if args.sms and policy == "green-context":
-        own["sm-policy"] = "priority"  # the sides have their own limits of SMs
     if (most := wanted.rollout.max_num_batched_tokens) < longest:
         if "rollout.max-num-batched-tokens" in given:
             raise ValueError(f"--rollout.max-num-batched-tokens {most}: a clip of {longest} tokens is one engine step")

@@ -28,21 +28,24 @@ import hardware
 _CONTROL, _PIPE = "nvidia-cuda-mps-control", "CUDA_MPS_PIPE_DIRECTORY"
 
 
-def share_gpu(overlap: str, policy: str, prefix_sms: int = 0, prefix_percent: int = 0) -> "Mps | None":
+def share_gpu(config) -> "Mps | None":
     """Prepare this process for running kernels beside its engine's: MPS, and what holds the trainer back (--sm-policy).
 
-    Every rank of a host calls it before its first CUDA call: CUDA reads the environment when it starts. Nothing to do
-    on a CPU. Raises ValueError if the policy cannot take effect here."""
+    Every rank of a host calls it with its train.Config before its first CUDA call: CUDA reads the environment when it
+    starts. Nothing to do on a CPU. Raises ValueError if the policy cannot take effect here."""
+    policy = config.sm_policy
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # from here on PyTorch may ask CUDA itself (train.py)
-    if not hardware.gpu_host() and (policy in ("thread-cap", "auto") or prefix_sms):
-        given = f"--prefix-sms {prefix_sms}" if prefix_sms else f"--sm-policy {policy}"
+    if not hardware.gpu_host() and (policy in ("thread-cap", "auto") or config.prefix_sms):
+        given = f"--prefix-sms {config.prefix_sms}" if config.prefix_sms else f"--sm-policy {policy}"
         raise ValueError(f"{given}: leave it out: this host shows no GPU that could be shared")
-    if not hardware.gpu_host() or overlap == "none" or policy == "none":
+    if not hardware.gpu_host() or config.overlap == "none" or policy == "none":
         return None
     mps = Mps()
-    held_back = {} if policy == "default" else {"CUDA_MPS_CLIENT_PRIORITY": "1"}  # below normal
+    held_back = {}
     if policy == "thread-cap":
-        held_back = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(prefix_percent)}
+        held_back = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(config.prefix_percent)}
+    elif policy != "default" and config.prefix_priority == "low":
+        held_back = {"CUDA_MPS_CLIENT_PRIORITY": "1"}  # below normal
     if hardware.cuda_started() and (mps.private or held_back):
         raise RuntimeError(f"CUDA was started before --sm-policy {policy} could take effect: an import used it")
     os.environ.update({_PIPE: mps.pipe} | held_back)

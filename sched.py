@@ -406,8 +406,7 @@ class Schedule:
         decode_s = self.rollout.seconds if self.engine is not None else 0.0
         steps = sum(work.steps for work in self.rollout.timeline) if self.engine is not None else 0
         decode_s, steps, prefix_s = map(max, zip(*gathered((decode_s, steps, prefix_s), self.control), strict=True))
-        if tokens:  # else the rollout was over before the first prefix, and shows nothing
-            self.partition.history.append(Measured(sms, decode_s, steps, prefix_s, tokens))
+        self.partition.history.append(Measured(sms, decode_s, steps, prefix_s, tokens))
 
     def _reference_prefixes(self, batches: list[MicroBatch], go_on: Callable[[], bool]) -> int:
         if self.reference is None:
@@ -611,6 +610,7 @@ def choose_sms(history: list[Measured], candidates: tuple[int, ...], prefix_toke
     time that decode lost; T_D by the engine's steps, of which the next step is taken to need as many as the last one.
     Deterministic; the first of equals.
     """
+    history = [m for m in history if m.prefix_tokens]  # else the rollout was over before the first prefix
     tour = (candidates[0], None, *candidates)
     if len(history) < len(tour):
         return tour[len(history)]

@@ -156,11 +156,14 @@ class Config:
     )
     """GPU only: how prefixes and decode share SMs. none: time slices, MPS is left alone. All others join or start MPS.
     default: without limits. priority: the trainer is below normal, so that what decodes goes first. green-context:
-    that, and prefixes get --prefix-sms SMs. auto: green contexts of the size that was fastest in the run's first
-    steps, and since. thread-cap: the trainer gets --prefix-percent of the threads, in every phase. affinity (static SM
+    prefixes get --prefix-sms SMs. auto: green contexts of the size that was fastest in the run's first steps, and
+    since. thread-cap: the trainer gets --prefix-percent of the threads, in every phase. affinity (static SM
     partitions): not available."""
     prefix_sms: int = 0
     """SMs of the overlapped prefixes with --sm-policy green-context; a multiple of 8 on Hopper, 0: half of them."""
+    prefix_priority: Literal["low", "normal"] = "low"
+    """Priority of the trainer with --sm-policy green-context or auto. low: as with priority, what decodes goes first,
+    also on the prefixes' SMs."""
     prefix_percent: int = 0
     """Percent of the GPU's threads for the trainer with --sm-policy thread-cap."""
 
@@ -237,6 +240,9 @@ class Config:
         require(policy != "affinity", "sm-policy", policy, instead)
         expected = "0, or the SMs that prefixes get with --overlap prefix and --sm-policy green-context"
         require(sms == 0 or (sms > 0 and overlaps and policy == "green-context"), "prefix-sms", sms, expected)
+        normal, limits = self.prefix_priority == "normal", policy in ("green-context", "auto")
+        expected = "low, which has no effect beside other policies than green-context and auto"
+        require(not normal or (limits and overlaps), "prefix-priority", "normal", expected)
         expected = "1 to 100 with --sm-policy thread-cap, 0 with any other"
         require(1 <= percent <= 100 if policy == "thread-cap" else percent == 0, "prefix-percent", percent, expected)
 

@@ -67,7 +67,7 @@ class Ranks:
 def join(config: "Config") -> Ranks:
     """Join torchrun's process group and build Megatron's parallel state. Collective over all ranks."""
     torch.set_num_threads(1)  # a fixed reduction order, and the engines want the other cores
-    mps.share_gpu(config.overlap, config.sm_policy, config.prefix_sms, config.prefix_percent)  # before CUDA starts
+    mps.share_gpu(config)  # before CUDA starts
     hardware.select_device(int(os.environ["LOCAL_RANK"]))
     hardware.answer_cuda_queries()
     if not dist.is_initialized():

@@ -131,8 +131,8 @@ def test_a_prompt_shorter_than_its_text_is_refused_once(tmp_path, torchrun):
 
 def test_comparison_with_real_engines(tmp_path, torchrun):
     out = tmp_path / "runs" / "c"
-    arguments = ["--workloads", "120/30", "150/20", "--pairs", "1", "--cut", "40", "--prompts", "4", "--rollout.n", "2"]
-    arguments += ["--sms", "0", "8"]
+    arguments = ["--workloads", "120/100", "150/80", "--pairs", "1", "--cut", "120", "--prompts", "4"]
+    arguments += ["--rollout.n", "2", "--sms", "0", "8"]  # long responses: a prefix begins before the last is done
     done = torchrun(ROOT / "bench.py", "compare", *arguments, "--out", str(out))
     written = json.loads((out / "compare.json").read_text())
     records = read_metrics(out)
@@ -142,7 +142,7 @@ def test_comparison_with_real_engines(tmp_path, torchrun):
     for workload, result, six in zip(written["workloads"], written["results"], (records[:6], records[6:]), strict=True):
         none, *others = (result["sides"][side] for side in sides)
         lengths = [length for row in workload["lengths"] for length in row]
-        assert len(lengths) == 8 and max(lengths) <= 40
+        assert len(lengths) == 8 and max(lengths) <= 120
         assert {r["response_tokens_mean"] for r in six} == {statistics.fmean(lengths)}  # exact lengths on all sides
         assert {r["truncated_fraction"] for r in six} == {1.0} and {r["grad_norm"] > 0 for r in six} == {True}
         assert workload["prompt_tokens"] - 25 < result["prompt_tokens_mean"] <= workload["prompt_tokens"]
@@ -151,8 +151,8 @@ def test_comparison_with_real_engines(tmp_path, torchrun):
         assert all(figures[key][0] > 0 for figures in (none, *others) for key in measured)
         assert all(figures[key][0] > 0 for figures in others for key in ("prefixes_s", "prefixes_beside"))
         assert none["exchange_s"][0] > 0 and 0.01 < none["exchange_share"][0] < 10  # 2 ranks, q = 2
-    assert "| 120/30 | " in (out / "compare.md").read_text()
-    for line in ("120/30 none, warm-up: step 1/12", "150/20 prefix, 8 SMs: step 12/12", "none / it"):
+    assert "| 120/100 | " in (out / "compare.md").read_text()
+    for line in ("120/100 none, warm-up: step 1/12", "150/80 prefix, 8 SMs: step 12/12", "none / it"):
         assert line in done.stdout
     bench.main(["memory", str(out), "--step", "7"])
     assert (out / "memory.png").stat().st_size > 10_000

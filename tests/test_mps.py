@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from conftest import ROOT
 import hardware
 import mps
 import rollout
+import train
 
 # Stands in for NVIDIA's program: -d leaves a daemon at $CUDA_MPS_PIPE_DIRECTORY/control, otherwise commands come from
 # standard input. STANDIN: "deaf" never answers, "stubborn" ignores quit, "broken" cannot start.
@@ -199,31 +201,40 @@ def test_without_the_program_the_error_says_what_to_do(monkeypatch, tmp_path):
         mps.Mps()
 
 
+def sharing(policy: str, **given) -> train.Config:
+    return replace(train.TINY, sm_policy=policy, **given)
+
+
 def test_on_a_cpu_there_is_nothing_to_share(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert all(mps.share_gpu("prefix", policy) is None for policy in ("none", "default", "priority", "green-context"))
+    shared = [mps.share_gpu(sharing(policy)) for policy in ("none", "default", "priority", "green-context")]
+    assert shared == [None] * 4
     for policy in ("thread-cap", "auto"):
         with pytest.raises(ValueError, match=f"--sm-policy {policy}: leave it out: this host shows no GPU"):
-            mps.share_gpu("prefix", policy, prefix_percent=50)
+            mps.share_gpu(sharing(policy))
     with pytest.raises(ValueError, match="--prefix-sms 8: leave it out: this host shows no GPU"):
-        mps.share_gpu("prefix", "green-context", 8)
+        mps.share_gpu(sharing("green-context", prefix_sms=8))
 
 
 def test_what_holds_the_trainer_back(monkeypatch):
     monkeypatch.setattr(hardware, "gpu_host", lambda: True)
     monkeypatch.setattr(hardware, "cuda_started", lambda: False)
     monkeypatch.setattr(mps, "Mps", lambda: SimpleNamespace(pipe="/tmp/x", private=False))
-    names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_CLIENT_PRIORITY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+    variables = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_CLIENT_PRIORITY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+    configs = {name: sharing(name) for name in ("none", "default", "priority", "green-context", "auto")}
+    configs["thread-cap"] = sharing("thread-cap", prefix_percent=50)
+    configs["normal"] = sharing("green-context", prefix_priority="normal")
     held_back = {}
-    for policy in ("none", "default", "priority", "green-context", "auto", "thread-cap"):
+    for name, config in configs.items():
         with monkeypatch.context() as environment:
-            for name in names:  # set first, so that they are as before afterwards
-                environment.setenv(name, "")
-                environment.delenv(name)
-            mps.share_gpu("prefix", policy, prefix_percent=50)
-            held_back[policy] = tuple(os.environ.get(name) for name in names)
+            for variable in variables:  # set first, so that they are as before afterwards
+                environment.setenv(variable, "")
+                environment.delenv(variable)
+            mps.share_gpu(config)
+            held_back[name] = tuple(os.environ.get(variable) for variable in variables)
     below = dict.fromkeys(("priority", "green-context", "auto"), ("/tmp/x", "1", None))
-    rest = {"none": (None,) * 3, "default": ("/tmp/x", None, None), "thread-cap": ("/tmp/x", None, "50")}
+    rest = {"none": (None,) * 3, "thread-cap": ("/tmp/x", None, "50")}
+    rest |= dict.fromkeys(("default", "normal"), ("/tmp/x", None, None))
     assert held_back == below | rest
 
 

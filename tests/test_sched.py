@@ -135,6 +135,9 @@ def tour(steps: int = 1000, tokens: int = 60_000) -> list[sched.Measured]:
 def test_the_first_steps_measure_each_candidate_once():
     history = tour()
     assert [sched.choose_sms(history[:n], SMS, 60_000) for n in range(5)] == [32, None, 32, 64, 0]
+    nothing = sched.Measured(64, 0.1, 10, 0.0, 0)  # this rollout left no time for a prefix
+    assert sched.choose_sms([*history[:3], nothing], SMS, 60_000) == 64
+    assert sched.choose_sms([*history, nothing], SMS, 60_000) == sched.choose_sms(history, SMS, 60_000)
 
 
 @pytest.mark.parametrize("steps", [300, 1000, 4000])
@@ -180,6 +183,7 @@ def test_a_fixed_partition_needs_no_history(monkeypatch):
         (["--prefix-sms", "-8"], "--prefix-sms -8: expected 0, or the SMs that prefixes get with --overlap prefix and"),
         (["--sm-policy", "default", "--prefix-sms", "64"], "--prefix-sms 64: expected 0, or the SMs that prefixes get"),
         (["--overlap", "none", "--prefix-sms", "64"], "--prefix-sms 64: expected 0, or the SMs that prefixes get"),
+        (["--prefix-priority", "normal", "--sm-policy", "priority"], "--prefix-priority normal: expected low, which"),
         (["--sm-policy", "thread-cap"], "--prefix-percent 0: expected 1 to 100 with --sm-policy thread-cap"),
         (["--sm-policy", "thread-cap", "--prefix-percent", "101"], "--prefix-percent 101: expected 1 to 100"),
         (["--prefix-percent", "50"], "--prefix-percent 50: expected 1 to 100 with --sm-policy thread-cap, 0 with"),
