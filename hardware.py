@@ -361,6 +361,7 @@ class SmLimit(TorchDispatchMode):
             if torch.cuda.mem_get_info()[0] > self._kept_bytes + 2**30:
                 with torch.cuda.stream(self._cuda):  # given back at once: the allocator keeps it, and divides it
                     torch.empty(self._kept_bytes, dtype=torch.uint8, device=device())
+                torch.cuda.reset_peak_memory_stats()  # nothing used it (unnamed_bytes)
         SmLimit.entered = self
         return super().__enter__()
 
