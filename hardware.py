@@ -330,9 +330,6 @@ class SmLimit(TorchDispatchMode):
     current stream stays what it is, and changes only while an operation launches its kernels, which PyTorch's
     dispatcher lets see (and launching() for kernels that it does not know of). What is saved here goes backward on all
     SMs. Operations that have a stream of their own keep it.
-
-    PyTorch's allocator has memory apart for each stream, so what was kept in here can serve others only once it is the
-    device's again. Hundreds of pieces take it 0.4 s (60 GB, measured), so from the second time on it is one.
     """
 
     entered: "SmLimit | None" = None
@@ -340,7 +337,6 @@ class SmLimit(TorchDispatchMode):
     def __init__(self, sms: int):
         super().__init__()
         self._cuda = self._outer = None
-        self._before, self._kept_bytes = 0, 0  # the allocator's, when it was entered; what the last time has kept
         if torch.cuda.is_available():
             from torch.cuda.green_contexts import GreenContext
 
@@ -357,11 +353,6 @@ class SmLimit(TorchDispatchMode):
             empty_cache()  # what the allocator keeps for the current stream is no use to this one
             Stream(self._cuda).follow()
             self._outer = torch.cuda.current_stream()
-            self._before = torch.cuda.memory_reserved()
-            if torch.cuda.mem_get_info()[0] > self._kept_bytes + 2**30:
-                with torch.cuda.stream(self._cuda):  # given back at once: the allocator keeps it, and divides it
-                    torch.empty(self._kept_bytes, dtype=torch.uint8, device=device())
-                torch.cuda.reset_peak_memory_stats()  # nothing used it (unnamed_bytes)
         SmLimit.entered = self
         return super().__enter__()
 
@@ -371,8 +362,6 @@ class SmLimit(TorchDispatchMode):
         if self.on_gpu:
             Stream(self._cuda).lead()
         empty_cache()  # the allocator keeps what was freed for this stream alone
-        if self.on_gpu:
-            self._kept_bytes = max(0, torch.cuda.memory_reserved() - self._before)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         with launching():
