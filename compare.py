@@ -82,6 +82,7 @@ def step_figures(record: Record, events: list[dict]) -> dict[str, float | None]:
         "rollout_s": _makespan(engines),
         "decode_s": _longest(engines, "decode"),
         "prefixes_alone_s": record.get("prefixes_alone_s"),
+        "prefix_share": record["prefix_share"] if overlapped else None,
         "prefixes_s": _makespan(prefixes) if overlapped else None,
         "prefixes_beside": beside / spent if overlapped and spent else None,
         "optimizer_s": optimizer_s,
@@ -114,7 +115,8 @@ def compare_results(records: list[Record], events: dict[int, list[dict]]) -> lis
     follows for each but none.
 
     T_D: the rollout of a serial step, prefill included, though prefixes begin once it is over. T_P: the prefixes alone.
-    `equation_1` is the speed-up that the measured slowdown leaves, `most` what no slowdown would."""
+    `equation_1` is the speed-up that the measured slowdown leaves to the prefixes that ran beside the rollout, `most`
+    that of all of them at no slowdown."""
     results = []
     for name in dict.fromkeys(record["workload"] for record in records):
         mine = [record for record in records if record["workload"] == name and not record["warm_up"]]
@@ -133,7 +135,8 @@ def compare_results(records: list[Record], events: dict[int, list[dict]]) -> lis
 def _judge(none: dict[str, list], prefix: dict[str, list]) -> dict:
     serial, decode, alone = (_middle(none[key]) for key in ("step_s", "rollout_s", "prefixes_alone_s"))
     slowdown = _middle(prefix["rollout_s"]) - decode
-    saved, most = (sched.saving_s(decode, alone, delta) for delta in (slowdown, 0.0))
+    saved = sched.saving_s(decode, alone * _middle(prefix["prefix_share"]), slowdown)
+    most = sched.saving_s(decode, alone, 0.0)
     return {
         "speed_up": serial / _middle(prefix["step_s"]),
         "speed_up_of_pairs": [a / b for a, b in zip(none["step_s"], prefix["step_s"], strict=True)],
@@ -179,6 +182,7 @@ _FIGURES = (  # key, what it is, how to print it
     ("rollout_s", "rollout, prefill and decode, s", ".3f", 1),
     ("decode_s", "of it pure decode, s", ".3f", 1),
     ("prefixes_alone_s", "prefixes, nothing beside them, s", ".3f", 1),
+    ("prefix_share", "share of them that runs beside the rollout, %", ".0f", 100),
     ("prefixes_s", "prefixes beside the rollout, s", ".3f", 1),
     ("prefixes_beside", "of them while the engine works, %", ".0f", 100),
     ("optimizer_s", "optimizer, s", ".4f", 1),
@@ -431,8 +435,10 @@ def run_compare(args: Compare, config, workloads: list[Workload], ends) -> None:
     log = Log(config, run_dir, ranks)
     ends.trainer = trainer = Trainer(config, ranks, run_dir, model_dir)
     ends.timeline, ends.run_dir = trainer.timeline, run_dir
-    log.say(facts(trainer))
     sides = schedules(trainer, args.sms)
+    if args.sms:
+        trainer.schedule.partition = sched.Partition()  # the sides have their own
+    log.say(facts(trainer))
     trainer.freeze_reference()
     log.say(f"engines: waiting until they are ready (log: {run_dir}/engine*.log)")
     trainer.wait_for_engines()
@@ -491,7 +497,7 @@ def show(run_dir: Path, about: str, tables: list[list[list[str]]]) -> None:
 _READ = (
     "Medians (lowest to highest) of the measured steps, the slowest rank's or engine's. T_D: rollout of a serial "
     "step, prefill included; T_P: prefixes with nothing beside them; Δ: what the rollout takes longer beside them. "
-    "Equation 1 is the speed-up that T_D, T_P and Δ allow."
+    "Equation 1 is the speed-up that T_D, Δ and the share of T_P beside the rollout allow."
 )
 
 

@@ -237,10 +237,10 @@ def backend() -> str:
 
 
 def synchronize(every_stream: bool = True) -> None:
-    """Wait until the device has finished everything queued, or only what the current stream was given; a sync point on
-    a GPU, nothing to wait for on a CPU."""
+    """Wait until the device has finished everything queued, or only what the current stream, or an SmLimit's in its
+    place, was given; a sync point on a GPU, nothing to wait for on a CPU."""
     if torch.cuda.is_available():
-        torch.cuda.synchronize() if every_stream else torch.cuda.current_stream().synchronize()
+        torch.cuda.synchronize() if every_stream else _current_stream().synchronize()
 
 
 @functools.cache

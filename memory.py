@@ -46,8 +46,8 @@ class MemoryConfig:
     """Of actor prefixes, between their forward and backward: keep them on the device, move them to the host pool as
     they are produced, or drop them and compute the prefix a second time."""
     keep_tokens: int = 0
-    """With activations keep: of how many prompt tokens a replica's prefixes run beside decode and are kept, in whole
-    micro-batches; the others are computed after it, where their suffixes need them. 0: all run beside decode."""
+    """With activations keep: of how many prompt tokens a replica's prefixes may run beside decode and are kept, in
+    whole micro-batches; the others are computed after it, where their suffixes need them. 0: all may."""
     recompute_vision: bool = False
     """Of actor prefixes that run beside decode keep only the input of each block of the vision tower, most of whose
     bytes are the blocks', and compute the rest again, block by block, in its backward: a second forward pass of the

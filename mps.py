@@ -35,9 +35,11 @@ def share_gpu(config) -> "Mps | None":
     starts. Nothing to do on a CPU. Raises ValueError if the policy cannot take effect here."""
     policy = config.sm_policy
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # from here on PyTorch may ask CUDA itself (train.py)
-    if not hardware.gpu_host() and (policy in ("thread-cap", "auto") or config.prefix_sms):
-        given = f"--prefix-sms {config.prefix_sms}" if config.prefix_sms else f"--sm-policy {policy}"
-        raise ValueError(f"{given}: leave it out: this host shows no GPU that could be shared")
+    asked = [f"--sm-policy {policy}"] * (policy in ("thread-cap", "auto"))
+    asked += [f"--prefix-sms {config.prefix_sms}"] * (config.prefix_sms > 0)
+    asked += ["--prefix-priority normal"] * (config.prefix_priority == "normal")
+    if asked and not hardware.gpu_host():
+        raise ValueError(f"{', '.join(asked)}: leave it out: this host shows no GPU that could be shared")
     if not hardware.gpu_host() or config.overlap == "none" or policy == "none":
         return None
     mps = Mps()

@@ -154,8 +154,8 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
     patches = 4 * visual_share(at_once.batch, train_tp)
     layer = (w.prompt_tokens - 1) * layer_bytes(d, w), patches * vision_bytes(hf_config, w) // vision.depth
     responses = min(w.max_num_seqs, math.ceil(groups * rollout_tp / train_tp) * w.n)
-    waits = train_tp, again, policy.recompute_vision and w.overlap == "prefix"
-    kept, last = (prefix_bytes(hf_config, step, *waits) for step in (at_once.waiting, at_once.batch))
+    tower_again = policy.recompute_vision and w.overlap == "prefix"
+    kept = prefix_bytes(hf_config, at_once.waiting, train_tp, again, tower_again)
 
     def prompts(one: int, tokens: int) -> int:
         """Bytes of this many prompt tokens, from those of one prompt."""
@@ -179,9 +179,7 @@ def _sizes(hf_config, train_tp: int, rollout_tp: int, w: Workload, policy: Memor
         "boundary_mb": prompts(boundary, at_once.prompt),
         "prefix": prompts(every, at_once.there),
         "prefix_kept": prompts(kept, at_once.kept),
-        "some_later": at_once.kept < at_once.there,
         "prefix_mb": prompts(prefix, at_once.prompt),
-        "prefix_last": prompts(last, at_once.prompt),  # of the last micro-batch, if it waited
         "prefix_layer": prompts(max(layer), at_once.prompt),
         "prefix_again": prompts(prefix_again_bytes(*model), at_once.prompt) if again else 0,
         "suffix": at_once.response * suffix_token_bytes(*model, again),
@@ -201,9 +199,9 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
     # Kept keys and values are among the saved tensors, but for the last layer's, and count as boundary. Where layers
     # keep only their input none are; then a recomputed prefix has all of them as outputs, beside the boundary.
     held_twice, anew = (0, s["layers"]) if policy.recompute_layers else (s["layers"] - 1, 1)
-    waiting, own, last = (
-        s[f"prefix_{which}"] - s[f"boundary_{edge}"] * held_twice // s["layers"] if kind == "keep" else 0
-        for which, edge in (("kept", "kept"), ("mb", "mb"), ("last", "mb"))
+    waiting, own = (
+        s[f"prefix_{which}"] - s[f"boundary_{which}"] * held_twice // s["layers"] if kind == "keep" else 0
+        for which in ("kept", "mb")
     )
     again = s["prefix_mb"] + s["boundary_mb"] * anew // s["layers"]  # with keys and values that were computed anew
     always = {name: s[name] for name in ("snapshot", "engine_other", "other")}
@@ -255,13 +253,10 @@ def _windows(s: dict, w: Workload, policy: MemoryConfig) -> Iterator[Window]:
     if ahead:
         yield from training(base | actor, waiting)
     base |= loaded | {"actor_boundary": s["boundary_mb"]}
-    if not ahead or s["some_later"]:  # micro-batch by micro-batch, once those that waited are gone
-        when = " of a later prefix" * ahead
-        saved = s["prefix_mb"] if kind == "offload" else own
-        yield window("2", f"actor prefix{when}", s["prefix_work"], **base, prefix_activations=saved)
-        yield from training(base, own, when)
-    elif loaded:
-        yield from training(base, last, " of the last micro-batch")
+    # Micro-batch by micro-batch, once those that waited are gone: any prefix may come after a short rollout.
+    when, saved = " of a later prefix" * ahead, s["prefix_mb"] if kind == "offload" else own
+    yield window("2", f"actor prefix{when}", s["prefix_work"], **base, prefix_activations=saved)
+    yield from training(base, own, when)
     yield window("3", "optimizer", **gradient, optimizer_state=s["workspace"] + s["ahead"])
 
 

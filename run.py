@@ -144,6 +144,7 @@ def step_metrics(
     lengths = [length for r in replicas for length in r["lengths"]]
     scale = tokens if trainer.config.algo.aggregate == "token" else max(1, sum(length > 0 for length in lengths))
     chance = [c for r in replicas for c in r["chance"]]
+    roles = 1 if trainer.schedule.reference is None else 2
     return {
         "reward_mean": sum(rewards) / len(rewards),
         **({f"reward/{source}": mean for source, mean in sources.items()} if len(sources) > 1 else {}),
@@ -164,6 +165,7 @@ def step_metrics(
         "lr": info.lr,
         "skipped": info.skipped,
         "bad_samples": trainer.loader.bad,
+        "prefix_share": sum(r["beside_tokens"] for r in replicas) / (roles * sum(r["prompt_tokens"] for r in replicas)),
         **({"prefix_sms": history[-1].sms} if history and trainer.schedule.overlap == "prefix" else {}),
         "generate_s": (generate_s := max(r["generate_s"] for r in everyone)),
         "tok_s_generate": sum(lengths) / max(generate_s, 1e-9),
@@ -193,6 +195,7 @@ def _rank_figures(trainer: "Trainer", groups: list[sched.Group], sums: dict[str,
         truncated=sum(r.finish_reason == "length" for r in responses),
         nll=-sum(sum(r.logprobs) for r in responses),
         prompt_tokens=sum(len(group.sample.input_ids) for group in groups),
+        beside_tokens=trainer.schedule.beside_tokens,
         visual_tokens=sum(group.sample.visual_tokens for group in groups),
         slices=sum(int(group.sample.grid_thw[:, 0].sum()) for group in groups),
         flops=sum(_group_flops(trainer, group) for group in groups),

@@ -7,8 +7,8 @@
             ├ barrier 1                                         ├ barrier 2                           ├ barrier 3
 
 `overlap none` computes a prefix where its suffix needs it, after generation; `overlap prefix` computes it beside
-decode. That is the whole difference: the same functions see the same θk, in the same order of groups, so the update is
-the same bit for bit.
+decode, as long as there is any. That is the whole difference: the same functions see the same θk, in the same order of
+groups, so the update is the same bit for bit.
 
 With T_D the decode time alone, T_P the prefix makespan and Δ the decode slowdown caused by overlap, the saving over the
 serial order is min(T_P − Δ, T_D) (Rollplex, Equation 1).
@@ -264,6 +264,7 @@ class Schedule:
     engine_host_bytes: int = 0  # of the engine's process on this rank's device, at the last release
     engine_step_bytes: int = 0  # that it had in a rollout besides its KV cache, and gave back, at most
     partition: "Partition" = field(default_factory=lambda: Partition())  # what Phase 1 computes on, beside decode
+    beside_tokens: int = 0  # prompt tokens of the prefixes, of either role, that ran beside the last rollout
     version: int = 0  # of the weights: the k of θk
     rollout: object | None = None  # rollout.Stats of the last generation on this rank's engine
 
@@ -290,6 +291,7 @@ class Schedule:
         self.restore_kv()
         if self.engine is not None:
             self.engine.generate(requests)
+        self.beside_tokens = 0
         measured = self._overlapped_prefixes(batches) if self.overlap == "prefix" else None
         self._collect(groups, score)
         if measured is not None and self.partition.measures:
@@ -368,12 +370,12 @@ class Schedule:
         batches: list[MicroBatch],
         limit: AbstractContextManager | None = None,
         go_on: Callable[[], bool] = lambda: True,
-    ) -> int:
+    ) -> None:
         """Compute the reference's prefixes, then the actor's; each batch keeps its own until its suffixes. limit: of
-        SMs (hardware.SmLimit). go_on: asked before each; those left when it says no are Phase 2's. Returns the tokens
-        of what was computed."""
+        SMs (hardware.SmLimit). go_on: asked before each; those left when it says no are Phase 2's."""
         with limit or nullcontext():
-            return self._reference_prefixes(batches, go_on) + self._actor_prefixes(batches, go_on)
+            self._reference_prefixes(batches, go_on)
+            self._actor_prefixes(batches, go_on)
 
     def _overlapped_prefixes(self, batches: list[MicroBatch]) -> tuple[int | None, int, float]:
         """Prefixes until the rollout is over, on the SMs that they may use; returns those, the prefixes' tokens, and
@@ -383,13 +385,16 @@ class Schedule:
         tokens = sum(batch.tokens for role in roles for batch in role)
         start_ns = time.monotonic_ns()
         if (sms := self.partition.next(tokens)) is not None:
-            tokens = self.prefixes(batches, self.partition.limits[sms], self._rollout_goes_on)
+            if self._rollout_goes_on():  # else not even the reference's weights need come
+                self.prefixes(batches, self.partition.limits[sms], self._rollout_goes_on)
+            done = [batch.tokens for batch in batches for p in (batch.reference, batch.actor) if p is not None]
+            tokens = self.beside_tokens = sum(done)
         return sms, tokens, (time.monotonic_ns() - start_ns) / 1e9
 
     def _rollout_goes_on(self) -> bool:
-        """Whether an engine of the replica still generates, now that the device has finished what it had to do for this
-        rank. Collective over the replica: all its ranks compute the next prefix, or none."""
-        hardware.synchronize()
+        """Whether an engine of the replica still generates, now that the prefixes so far are computed. Collective over
+        the replica: all its ranks compute the next prefix, or none."""
+        hardware.synchronize(every_stream=False)  # sync point: what is enqueued could not be left to Phase 2 any more
         return any(gathered(self.engine is not None and self.engine.generating, self.control))
 
     def _wait_for_prompts(self) -> None:
@@ -408,23 +413,21 @@ class Schedule:
         decode_s, steps, prefix_s = map(max, zip(*gathered((decode_s, steps, prefix_s), self.control), strict=True))
         self.partition.history.append(Measured(sms, decode_s, steps, prefix_s, tokens))
 
-    def _reference_prefixes(self, batches: list[MicroBatch], go_on: Callable[[], bool]) -> int:
+    def _reference_prefixes(self, batches: list[MicroBatch], go_on: Callable[[], bool]) -> None:
         if self.reference is None:
-            return 0
-        done = 0
+            return
         with self.timeline.span("reference prefix"), self.reference as model, torch.no_grad():
-            for batch in itertools.takewhile(lambda _: go_on(), batches):
+            for batch in batches:
+                if not go_on():
+                    break
                 self._reference_prefix(model, batch)
-                done += batch.tokens
-        return done
 
-    def _actor_prefixes(self, batches: list[MicroBatch], go_on: Callable[[], bool]) -> int:
-        done = 0
+    def _actor_prefixes(self, batches: list[MicroBatch], go_on: Callable[[], bool]) -> None:
         with self.timeline.span("actor prefix"):
-            for batch in itertools.takewhile(lambda _: go_on(), self._kept(batches)):
+            for batch in self._kept(batches):
+                if not go_on():
+                    break
                 self._actor_prefix(batch, waits=True)
-                done += batch.tokens
-        return done
 
     def _kept(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Those whose actor prefixes memory lets wait; computing another one would spare Phase 2 nothing, which needs
@@ -602,13 +605,13 @@ def candidates(policy: str, prefix_sms: int) -> tuple[int, ...]:
 
 
 def choose_sms(history: list[Measured], candidates: tuple[int, ...], prefix_tokens: int) -> int | None:
-    """SMs for the next step's prefixes: of the candidates, the one with the least max(T_D + Δ, T_P) (Equation 1).
+    """SMs for the next step's prefixes: of the candidates, the one with which the rollout and all prefixes that may run
+    beside it (prefix_tokens) take least time.
 
-    prefix_tokens: of all prefixes that may run beside decode; those that the end of the rollout leaves to Phase 2 count
-    as if they ran on. The first steps measure: one only warms up, one overlaps nothing (None) and shows decode alone,
-    then each candidate has one. From a candidate's last step: T_P by prefix_tokens, and Δ by the share of overlapped
-    time that decode lost; T_D by the engine's steps, of which the next step is taken to need as many as the last one.
-    Deterministic; the first of equals.
+    The first steps measure: one only warms up, one overlaps nothing (None) and shows decode alone, then each candidate
+    has one. From a candidate's last step: T_P by prefix_tokens, and Δ by the share of overlapped time that decode lost;
+    T_D by the engine's steps, of which the next step is taken to need as many as the last one. What the rollout's end
+    leaves to Phase 2 is taken to be as fast there as with the fastest candidate. Deterministic; the first of equals.
     """
     history = [m for m in history if m.prefix_tokens]  # else the rollout was over before the first prefix
     tour = (candidates[0], None, *candidates)
@@ -617,15 +620,18 @@ def choose_sms(history: list[Measured], candidates: tuple[int, ...], prefix_toke
     alone_s = statistics.median(m.decode_s / m.decode_steps for m in history if m.sms is None)  # an engine step
     decode_s = alone_s * history[-1].decode_steps
 
-    def phase1_s(sms: int) -> float:
-        last = next(m for m in reversed(history) if m.sms == sms)
-        delta_s = last.decode_s - alone_s * last.decode_steps
-        lost = max(0.0, delta_s / min(last.decode_s, last.prefix_s))
-        prefix_s = last.prefix_s * prefix_tokens / last.prefix_tokens
-        # If decode ends first it loses less than this, but then T_P is the larger one anyway.
-        return max(decode_s + lost * prefix_s, prefix_s)
+    last = {sms: next(m for m in reversed(history) if m.sms == sms) for sms in candidates}
+    prefix_s = {sms: m.prefix_s * prefix_tokens / m.prefix_tokens for sms, m in last.items()}
 
-    return min(candidates, key=phase1_s)
+    def together_s(sms: int) -> float:
+        delta_s = last[sms].decode_s - alone_s * last[sms].decode_steps
+        lost = min(0.99, max(0.0, delta_s / min(last[sms].decode_s, last[sms].prefix_s)))
+        rollout_s = decode_s + lost * prefix_s[sms]
+        if prefix_s[sms] > rollout_s:  # decode ends first
+            rollout_s = decode_s / (1 - lost)
+        return rollout_s + max(0.0, 1 - rollout_s / prefix_s[sms]) * min(prefix_s.values())
+
+    return min(candidates, key=together_s)
 
 
 # ---- the bound -------------------------------------------------------------------------------------------------------

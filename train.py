@@ -241,7 +241,7 @@ class Config:
         expected = "0, or the SMs that prefixes get with --overlap prefix and --sm-policy green-context"
         require(sms == 0 or (sms > 0 and overlaps and policy == "green-context"), "prefix-sms", sms, expected)
         normal, limits = self.prefix_priority == "normal", policy in ("green-context", "auto")
-        expected = "low, which has no effect beside other policies than green-context and auto"
+        expected = "low, or --overlap prefix and --sm-policy green-context or auto beside it"
         require(not normal or (limits and overlaps), "prefix-priority", "normal", expected)
         expected = "1 to 100 with --sm-policy thread-cap, 0 with any other"
         require(1 <= percent <= 100 if policy == "thread-cap" else percent == 0, "prefix-percent", percent, expected)

@@ -4,10 +4,12 @@ compared."""
 import json
 import sched
 import sys
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -83,7 +85,7 @@ def ended_rollouts(trainer: Trainer, state: dict) -> list[tuple[str, dict]]:
     """Steps whose rollout is said to be over when so many prefixes have been computed: Phase 2 computes the others."""
     own, runs = trainer.schedule._rollout_goes_on, []
     for computed in (0, 1, 4):  # of three of the reference, then three of the actor
-        asked = iter([True] * computed)
+        asked = iter([True] * (computed + 1))  # once at the start, too
         trainer.schedule._rollout_goes_on = lambda asked=asked: next(asked, False)
         runs.append((f"prefix, {computed} beside decode", run_step(trainer, "prefix", state, 0)))
         events = sorted((e for e in runs[-1][1]["events"] if e["tid"] == "train"), key=lambda e: e["ts"])
@@ -91,8 +93,26 @@ def ended_rollouts(trainer: Trainer, state: dict) -> list[tuple[str, dict]]:
         later = names[names.index("reference") :]
         assert later.count("reference prefix") == max(0, 3 - computed), later
         assert later.count("actor prefix") == 3 - max(0, computed - 3), later
+        assert runs[-1][1]["metrics"]["prefix_share"] == pytest.approx(computed / 6, abs=0.05)
     trainer.schedule._rollout_goes_on = own
     return runs
+
+
+def rollout_that_ends_first(trainer: Trainer, state: dict) -> tuple[str, dict]:
+    """A step that looks for something to overlap when the engines are done: it finds that, and computes no prefix."""
+    wait = trainer.schedule._wait_for_prompts
+
+    def wait_for_responses() -> None:
+        wait()
+        while trainer.engine is not None and trainer.engine.generating:
+            time.sleep(0.001)
+        dist.barrier(group=trainer.ranks.control)
+
+    trainer.schedule._wait_for_prompts = wait_for_responses
+    run = run_step(trainer, "prefix", state, 0)
+    trainer.schedule._wait_for_prompts = wait
+    assert run["metrics"]["prefix_share"] == 0 and "rollout wait" in run["seconds"]
+    return "prefix, after the rollout", run
 
 
 def chosen_partitions(trainer: Trainer, state: dict) -> list[tuple[str, dict]]:
@@ -165,7 +185,7 @@ def check(trainer: Trainer) -> None:
     while shared_us < 1000 and len(runs) < 6:  # a busy host may let an engine sleep through a trainer's prefixes
         runs.append(("prefix", run_step(trainer, "prefix", state, 0)))
         shared_us = overlapped_us(runs[-1][1]["events"], prefixes, control)
-    runs += ended_rollouts(trainer, state)
+    runs += [*ended_rollouts(trainer, state), rollout_that_ends_first(trainer, state)]
     trainer.schedule._rollout_goes_on = lambda: True  # from here on all prefixes run in Phase 1, however busy the host
     own = trainer.schedule.policy
     for layers, activations in product((False, True), ("keep", "offload", "recompute")):

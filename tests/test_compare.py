@@ -18,6 +18,7 @@ def step_of(overlap, step_s, step, events, warm_up=False, **extra):
     fields = dict(
         workload="470/125", overlap=overlap, side=overlap, warm_up=warm_up, prefixes_alone_s=3.0, optimizer_floor_s=0.5
     )
+    fields |= dict(prefix_share=0.9 if overlap == "prefix" else 0.0)
     fields |= dict(logprob_diff_mean=1e-3, logprob_diff_max=2e-3, prompt_tokens_mean=464.0, response_tokens_mean=142.0)
     return record(step, 0.0, step_s, mfu=None, **fields | extra), [e | {"args": {"step": step}} for e in events]
 
@@ -66,18 +67,18 @@ def test_figures_of_a_step():
 
 
 def test_speed_up_and_its_bound():
-    """Equation 1 by hand: T_D 4, T_P 3, Δ 0.4 out of a serial step of 12."""
+    """Equation 1 by hand: T_D 4, T_P 3, of which 0.9 overlap, Δ 0.4 out of a serial step of 12."""
     (result,) = compared()
     verdict = result["verdicts"]["prefix"]
     assert verdict["speed_up"] == pytest.approx(12 / 8)  # of medians, without the warm-up
     assert verdict["speed_up_of_pairs"] == pytest.approx([10 / 7, 1.5, 1.4])
-    assert verdict["most"] == pytest.approx(12 / (12 - 3)) and verdict["equation_1"] == pytest.approx(12 / (12 - 2.6))
+    assert verdict["most"] == pytest.approx(12 / (12 - 3)) and verdict["equation_1"] == pytest.approx(12 / (12 - 2.3))
     assert verdict["rollout_slowdown"] == pytest.approx(0.1)
     assert verdict["decode_slowdown"] == pytest.approx(4.4 / 3.5 - 1)
     head, row = compare.headline([result])
     row = dict(zip(head, row, strict=True))
     assert (row["schedule"], row["none / it"]) == ("prefix", "1.500 (1.400 to 1.500)")
-    assert (row["Equation 1"], row["if Δ = 0"]) == ("1.277", "1.333")
+    assert (row["Equation 1"], row["if Δ = 0"]) == ("1.237", "1.333")
     rows = {name: both for name, *both in compare.details(result)}
     assert rows["470/125"] == ["none", "prefix"] and rows["step, s"] == [
         "12.000 (10.000 to 14.000)",
@@ -150,6 +151,7 @@ def test_comparison_with_real_engines(tmp_path, torchrun):
         measured = ("step_s", "rollout_s", "decode_s", "prefixes_alone_s", "optimizer_s", "publish_s", "kv_s")
         assert all(figures[key][0] > 0 for figures in (none, *others) for key in measured)
         assert all(figures[key][0] > 0 for figures in others for key in ("prefixes_s", "prefixes_beside"))
+        assert all(0 < figures["prefix_share"][0] <= 1 for figures in others) and six[0]["prefix_share"] == 0
         assert none["exchange_s"][0] > 0 and 0.01 < none["exchange_share"][0] < 10  # 2 ranks, q = 2
     assert "| 120/100 | " in (out / "compare.md").read_text()
     for line in ("120/100 none, warm-up: step 1/12", "150/80 prefix, 8 SMs: step 12/12", "none / it"):

@@ -214,6 +214,8 @@ def test_on_a_cpu_there_is_nothing_to_share(monkeypatch):
             mps.share_gpu(sharing(policy))
     with pytest.raises(ValueError, match="--prefix-sms 8: leave it out: this host shows no GPU"):
         mps.share_gpu(sharing("green-context", prefix_sms=8))
+    with pytest.raises(ValueError, match="--prefix-priority normal: leave it out: this host shows no GPU"):
+        mps.share_gpu(sharing("green-context", prefix_priority="normal"))
 
 
 def test_what_holds_the_trainer_back(monkeypatch):

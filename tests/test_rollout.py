@@ -612,7 +612,9 @@ def test_tensor_parallel_engine(engine, policy, tmp_path):
 def test_a_killed_engine_is_reported(engine, policy):  # the last test that uses the engine
     names = shared_memory(engine.process.pid)
     prompt = policy.prompt("Which?")
+    assert not engine.generating
     engine.generate([Request(str(i), prompt.ids, [], 16, seed=i) for i in range(200)])
+    assert engine.generating
     while not engine.poll():
         time.sleep(0.01)
     start = time.monotonic()
@@ -626,3 +628,5 @@ def test_a_killed_engine_is_reported(engine, policy):  # the last test that uses
     assert gone_within(engine.process.pid, 0) and not [name for name in names if Path(name).exists()]
     with pytest.raises(EngineDied, match="engine 0 ended"):
         engine.publish(1)
+    with pytest.raises(EngineDied, match="engine 0 ended"):
+        _ = engine.generating
