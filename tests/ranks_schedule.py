@@ -169,6 +169,25 @@ def prepared_beforehand(trainer: Trainer, state: dict) -> None:
         assert torch.equal(a, b), "prepared prompts: another update"
 
 
+def activations(trainer: Trainer, state: dict) -> list[tuple[str, dict]]:
+    """Steps in which they are kept, offloaded or computed again, of layers or of the tower, for all prompts or some."""
+    own, runs = trainer.schedule.policy, []
+    for layers, kind in product((False, True), ("keep", "offload", "recompute")):
+        trainer.schedule.policy = replace(own, activations=kind, recompute_layers=layers)
+        trainer.actor.recompute_layers = layers
+        runs.append((f"prefix, {kind}, layers {layers}", run_step(trainer, "prefix", state, 0)))
+    runs.append(("none, layers True", run_step(trainer, "none", state, 0)))
+    trainer.actor.recompute_layers = False
+    for tower, tokens in ((False, 300), (True, 300), (True, 0)):
+        some = replace(own, activations="keep", keep_tokens=tokens, recompute_vision=tower)
+        trainer.schedule.policy = some
+        runs.append((f"prefix, {tokens or 'all'} tokens kept, tower {tower}", run_step(trainer, "prefix", state, 0)))
+    counts = [sum(e["name"] == "actor prefix" for e in run["events"]) for _, run in runs[-3:]]
+    assert counts == [3, 3, 1]  # two of the three micro-batches after the rollout, and a span around the others
+    trainer.schedule.policy = own
+    return runs
+
+
 def check(trainer: Trainer) -> None:
     ahead_bytes, trainer.optimizer.ahead_bytes = trainer.optimizer.ahead_bytes, 0  # at first none does
     trainer.freeze_reference()
@@ -185,22 +204,11 @@ def check(trainer: Trainer) -> None:
     while shared_us < 1000 and len(runs) < 6:  # a busy host may let an engine sleep through a trainer's prefixes
         runs.append(("prefix", run_step(trainer, "prefix", state, 0)))
         shared_us = overlapped_us(runs[-1][1]["events"], prefixes, control)
-    runs += [*ended_rollouts(trainer, state), rollout_that_ends_first(trainer, state)]
-    trainer.schedule._rollout_goes_on = lambda: True  # from here on all prefixes run in Phase 1, however busy the host
     own = trainer.schedule.policy
-    for layers, activations in product((False, True), ("keep", "offload", "recompute")):
-        trainer.schedule.policy = replace(own, activations=activations, recompute_layers=layers)
-        trainer.actor.recompute_layers = layers
-        runs.append((f"prefix, {activations}, layers {layers}", run_step(trainer, "prefix", state, 0)))
-    runs.append(("none, layers True", run_step(trainer, "none", state, 0)))
-    trainer.actor.recompute_layers = False
-    for tower, tokens in ((False, 300), (True, 300), (True, 0)):
-        some = replace(own, activations="keep", keep_tokens=tokens, recompute_vision=tower)
-        trainer.schedule.policy = some
-        runs.append((f"prefix, {tokens or 'all'} tokens kept, tower {tower}", run_step(trainer, "prefix", state, 0)))
-    counts = [sum(e["name"] == "actor prefix" for e in run["events"]) for _, run in runs[-3:]]
-    assert counts == [3, 3, 1]  # two of the three micro-batches after the rollout, and a span around the others
-    trainer.schedule.policy = own
+    if everything := own.state_offload:  # a run with these policies off need not do all of it again
+        runs += [*ended_rollouts(trainer, state), rollout_that_ends_first(trainer, state)]
+    trainer.schedule._rollout_goes_on = lambda: True  # from here on all prefixes run in Phase 1, however busy the host
+    runs += activations(trainer, state) if everything else []
     runs += chosen_partitions(trainer, state)
     assert not any(event["name"] == "load ahead" for _, run in runs for event in run["events"])
     assert (ahead_bytes > 0) == (own.chunked_optimizer and own.state_offload)
