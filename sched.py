@@ -573,7 +573,7 @@ class Measured:
     decode_s: float  # the engine's work: T_D + Δ
     decode_steps: int
     prefix_s: float  # T_P on these SMs; means nothing where they did not run beside decode
-    prefix_tokens: int  # of the prefixes that were computed in it, both roles
+    prefix_tokens: int  # of the prefixes, both roles, that ran beside decode; where none was to, of those that could
 
 
 class Partition:

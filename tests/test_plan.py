@@ -79,7 +79,8 @@ def _walk_once(p: plan.Plan, state: dict, begun: bool) -> dict[str, int]:
     held_twice = 0 if again else edge * 27 // 28
     waiting = sizes.prefix_bytes(config, w, tp, again, policy.recompute_vision) - held_twice
     most, ahead = (kind == "keep" and policy.keep_tokens) or groups * w.prompt_tokens, w.overlap == "prefix"
-    waits = [ahead and begun and sum(batches[: i + 1]) * w.prompt_tokens <= most for i in range(len(batches))]
+    early = ahead and begun
+    waits = [early and sum(batches[: i + 1]) * w.prompt_tokens <= most for i in range(len(batches))]
 
     def put(phase: str, tag: str, nbytes: int) -> None:
         held[tag] = held.get(tag, 0) + nbytes
@@ -111,7 +112,7 @@ def _walk_once(p: plan.Plan, state: dict, begun: bool) -> dict[str, int]:
         put("1", tag, there)
     if policy.engine_release:
         put("1", "rollout_kv", p.kv_bytes)
-    if ahead and begun:
+    if early:
         reference("1", +1)
         for size in batches:
             put("1", "reference_boundary", size * edge)
@@ -124,7 +125,7 @@ def _walk_once(p: plan.Plan, state: dict, begun: bool) -> dict[str, int]:
     put("2", "logprobs", groups * w.n * w.response_tokens * 17)
     reference("2", +1)
     for size in batches:
-        if not ahead or not begun:
+        if not early:
             put("2", "reference_boundary", size * edge)
         put("2", "reference_boundary", -size * edge)
     reference("2", -1)
