@@ -87,6 +87,24 @@ def _differences(before: dict, now: dict, prefix: str = "--") -> Iterator[str]:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+_KEPT = 2  # checkpoints; one more is there while it is written
+
+
+def check_disk(config: "Config", run_dir: Path, state_bytes: int, model_bytes: int) -> None:
+    """Raise ValueError if there is no room for what the run will have written at once: checkpoints of state_bytes, and
+    an exported model of model_bytes. Whatever else a run writes is small."""
+    there = sum(1 for _ in run_dir.glob("checkpoint-??????"))
+    coming = math.ceil(config.steps / config.checkpoint_every) if config.checkpoint_every else 0
+    most, kept = (max(0, min(limit, there + coming) - there) for limit in (_KEPT + 1, _KEPT))
+    needed = max(most * state_bytes, kept * state_bytes + config.export * model_bytes)
+    if needed > (free := shutil.disk_usage(run_dir).free):
+        each, total, room = map(hardware.readable, (state_bytes, needed, free))
+        raise ValueError(
+            f"--run-dir {run_dir}: {total} are needed there ({most} checkpoints of {each}, or fewer and the model), "
+            f"but {room} are free: make room, choose another, or write less: --checkpoint-every 0, --no-export"
+        )
+
+
 def save_checkpoint(trainer: "Trainer", step: int, position: int) -> None:
     """Write what the next step starts from; it appears under its name only when every rank's part is there.
     Collective."""
@@ -104,13 +122,25 @@ def save_checkpoint(trainer: "Trainer", step: int, position: int) -> None:
             seen=trainer.loader.seen,
             bad=trainer.loader.bad,
         )
-        torch.save(state, partial / f"rank{ranks.tp_rank}.pt")
+        _write(state, partial / f"rank{ranks.tp_rank}.pt")
     dist.barrier()
     if ranks.rank == 0:
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        for old in sorted(trainer.run_dir.glob("checkpoint-??????"))[:-2]:
+        for old in sorted(trainer.run_dir.glob("checkpoint-??????"))[:-_KEPT]:
             shutil.rmtree(old)
+
+
+def _write(state: dict, path: Path) -> None:
+    """Raises ValueError, and leaves nothing of it, if the file system does not take it."""
+    try:
+        torch.save(state, path)
+    except (OSError, RuntimeError) as error:  # PyTorch's writer has no word for a full disk
+        path.unlink(missing_ok=True)
+        raise ValueError(
+            f"{path} could not be written, {hardware.readable(shutil.disk_usage(path.parent).free)} are free there "
+            f"({str(error).splitlines()[0]}): earlier checkpoints are whole; make room, then --resume"
+        ) from error
 
 
 def load_checkpoint(trainer: "Trainer") -> tuple[int, int]:
@@ -172,6 +202,7 @@ def step_metrics(
         "step_s": step_s,
         **{f"memory/phase{phase}_peak_bytes": max(r["peaks"][phase] for r in everyone) for phase in "123"},
         "memory/host_bytes": sum(r["host_bytes"] for r in everyone),
+        **{f"load/{name}": mean for name, mean in trainer.load.take().items()},  # rank 0's are logged
         "model_flops": sum(r["flops"] for r in replicas),
         "tokens": sum(lengths) + sum(r["prompt_tokens"] for r in replicas),
     }

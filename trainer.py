@@ -35,13 +35,13 @@ import mps
 import optimizer as optim
 import plan
 import rollout
+import run
 import vision
 import weights
 from arena import ALIGN_BYTES, Arena, HostPool, align, check_mappable
 from reward import Scorer
 
 if TYPE_CHECKING:
-    from run import Ends
     from train import Config
 
 
@@ -87,7 +87,7 @@ def join(config: "Config") -> Ranks:
     return Ranks(rank, world, tp, rank % tp, rank // tp, *groups, control, everyone, exchange)
 
 
-def begin_run(config: "Config", ends: "Ends") -> Ranks:
+def begin_run(config: "Config", ends: run.Ends) -> Ranks:
     """Join, and check this rank's GPU before anything is allocated. Ranks are connected first: each has its own GPU,
     and the first that fails says so for all. Collective over all ranks."""
     ranks = join(config)
@@ -105,6 +105,7 @@ class Trainer:
         hf_config = configs.load_config(str(model_dir))
         self.plan = weights.layout(hf_config, ranks.tp, config.rollout_tp, config.qkv, config.torch_dtype)
         self.timeline = sched.Timeline(ranks.rank)
+        self.load = hardware.GpuLoad(lambda: self.timeline.phase)
         self.shards = weights.shards(self.plan, ranks.tp_rank)
         self.numel = sum(torch.Size(shard.storage).numel() for shard in self.shards)
         limit = config.memory.hbm_limit_gib
@@ -147,6 +148,8 @@ class Trainer:
         on_host = align(sizes.get("reference", 0)) + (state if policy.state_offload else 0)
         needs = on_host + lend, sum(sizes.values()), plan.engine_host_bytes(config.rollout_tp)
         hardware.check_host(*needs, int(policy.host_limit_gib * 2**30))
+        parameters = sum(weights.coverage(self.plan.rows).values())
+        run.check_disk(config, self.run_dir, self.ranks.tp * state, dtype.itemsize * parameters)
         self.arena = Arena(sizes, self.ledger, tags)
         self.pool = HostPool(on_host, lend)
         fused = self.arena.acquire("fused_qkv") if config.qkv == "fused" else None
@@ -357,6 +360,7 @@ class Trainer:
             self.engine.stop()
         if self.log is not None:
             self.log.close()
+        self.load.close()
         for name in ("loader", "eval_loader", "scorer"):
             if getattr(self, name, None) is not None:
                 getattr(self, name).close()

@@ -2,11 +2,13 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +16,9 @@ import pytest
 import torch
 from conftest import ROOT, finish, leftovers, metrics, start
 from safetensors.torch import load_file
+
+import run
+import train
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -94,6 +99,48 @@ def test_camera_footage_from_a_checkpoint_and_an_exact_resume(tmp_path):
     for path in (whole / "model").glob("*.safetensors"):
         ours, theirs = load_file(path), load_file(resumed / "model" / path.name)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    "given, there, needed_gib",
+    [
+        ({}, 0, 20 + 3),  # one after each 50 of 100 steps, then the model
+        ({"steps": 1000}, 0, 30),  # the third is written before the first goes
+        ({"steps": 1000}, 2, 10),
+        ({"steps": 1000}, 1, 20),
+        ({"steps": 10}, 0, 10 + 3),
+        ({"steps": 10, "export": False}, 0, 10),
+        ({"checkpoint_every": 0}, 0, 3),
+        ({"checkpoint_every": 0, "export": False}, 0, 0),
+    ],
+)
+def test_a_run_whose_checkpoints_have_no_room_does_not_start(tmp_path, monkeypatch, given, there, needed_gib):
+    config, usage = replace(train.TINY, **given), shutil.disk_usage(tmp_path)
+    for i in range(there):
+        (tmp_path / f"checkpoint-{i:06d}").mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed_gib * GIB))
+    run.check_disk(config, tmp_path, 10 * GIB, 3 * GIB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed_gib * GIB - 1))
+    if needed_gib:
+        with pytest.raises(ValueError, match=rf"{needed_gib}.00 GiB are needed there .* choose another, or write less:"):
+            run.check_disk(config, tmp_path, 10 * GIB, 3 * GIB)
+
+
+def test_a_checkpoint_that_the_file_system_does_not_take_leaves_nothing(tmp_path):
+    """The limit of a file's size stands for a full disk: a write fails in the middle."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(ValueError, match=r"rank0.pt could not be written, .* are free there .* then --resume"):
+            run._write({"state": torch.zeros(1 << 20)}, tmp_path / "rank0.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+    run._write({"state": torch.ones(1 << 20)}, tmp_path / "rank0.pt")
+    assert torch.load(tmp_path / "rank0.pt")["state"].eq(1).all()
 
 
 # ---- ends ------------------------------------------------------------------------------------------------------------
