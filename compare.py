@@ -94,7 +94,7 @@ def step_figures(record: Record, events: list[dict]) -> dict[str, float | None]:
         "mfu": record.get("mfu"),
         "logprob_diff_mean": record["logprob_diff_mean"],
         "logprob_diff_max": record["logprob_diff_max"],
-        **{key: value for key, value in record.items() if key.startswith(("memory/", "phase/"))},
+        **{key: value for key, value in record.items() if key.startswith(("memory/", "phase/", "load/"))},
     }
 
 
@@ -197,6 +197,9 @@ _FIGURES = (  # key, what it is, how to print it
 )
 
 
+_LOADED_S = 0.25  # a phase must last so long for the few samples of its load to say something
+
+
 def details(result: dict) -> list[list[str]]:
     """Rows of figures, columns of schedules, for one workload: medians (lowest to highest)."""
     rows, sides = [[result["workload"], *result["sides"]]], list(result["sides"].values())
@@ -209,6 +212,11 @@ def details(result: dict) -> list[list[str]]:
         values = [[value or 0.0 for value in side.get(key, [])] for side in sides]
         if any(max(found, default=0.0) >= 0.0005 for found in values):
             rows.append([f"rank 0, {key.removeprefix('phase/')}, s", *(_spread(found, ".3f") for found in values)])
+    for key in {key: None for side in sides[::-1] for key in side if key.startswith("load/")}:
+        _, phase, unit = key.split("/")
+        lasts_s = max(value or 0.0 for side in sides for value in side.get(f"phase/{phase}", [0.0]))
+        if lasts_s >= _LOADED_S:
+            rows.append([f"rank 0, {phase}, {unit}", *(_spread(side.get(key, []), ".0f") for side in sides)])
     return rows
 
 

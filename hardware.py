@@ -4,6 +4,7 @@
     start-up             select_device, check_device, check_host  each a clear error before anything is allocated
     memory               empty_cache, has_room, device_bytes, …   what PyTorch's allocator, the GPU and the host have
     queues               Stream, SmLimit, synchronize, upload     a CPU executes at once and in program order
+    load                 GpuLoad                                  SM clock and power in each phase
 
 Run:
     python hardware.py                   # what this machine has
@@ -17,7 +18,11 @@ import itertools
 import mmap
 import os
 import shutil
+import statistics
 import subprocess
+import threading
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -382,6 +387,53 @@ def launching() -> AbstractContextManager:
     return torch.cuda.stream(_current_stream()) if limited else nullcontext()
 
 
+LOAD_EVERY_S = 0.05  # between two samples of GpuLoad
+
+
+class GpuLoad:
+    """Mean SM clock and power of this process's GPU in each phase, sampled by a thread of its own; nothing on a CPU, or
+    where NVML does not know them.
+
+    A GPU at its power limit lowers its clock, so that two things side by side are slower than their SMs explain."""
+
+    def __init__(self, phase: Callable[[], str]):
+        """phase: the name of what is going on now."""
+        self._phase, self._stop, self._lock = phase, threading.Event(), threading.Lock()
+        self._samples: dict[str, list[tuple[float, float]]] = {}  # phase -> (MHz, W)
+        if torch.cuda.is_available() and gpu_load(device()) is not None:
+            threading.Thread(target=self._run, args=(device(),), name="GPU load", daemon=True).start()
+
+    def _run(self, own: torch.device) -> None:
+        while not self._stop.wait(LOAD_EVERY_S):
+            if (sample := gpu_load(own)) is not None:
+                with self._lock:
+                    self._samples.setdefault(self._phase(), []).append(sample)
+
+    def take(self) -> dict[str, float]:
+        """PHASE/MHz and PHASE/W -> means since the last call."""
+        with self._lock:
+            taken, self._samples = self._samples, {}
+        means = {}
+        for phase, samples in taken.items():
+            for unit, values in zip(("MHz", "W"), zip(*samples, strict=True), strict=True):
+                means[f"{phase}/{unit}"] = statistics.fmean(values)
+        return means
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._stop.set()
+
+
+def gpu_load(gpu: torch.device) -> tuple[float, float] | None:
+    """SM clock, MHz, and power, W, a mean of its last second; None where NVML does not know them."""
+    from pynvml import NVMLError
+
+    try:
+        return float(torch.cuda.clock_rate(gpu)), torch.cuda.power_draw(gpu) / 1e3
+    except NVMLError:
+        return None
+
+
 def host_bytes() -> int:
     """Resident host memory of this process without what it shares: its regions and files are not its own."""
     _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
@@ -396,5 +448,11 @@ def readable(nbytes: int) -> str:
 
 if __name__ == "__main__":
     print(f"{device()}: {device_bytes() or 'n/a'} bytes; matrix product {peak_flops() or 'n/a'} FLOP/s")
+    if torch.cuda.is_available():
+        begin = time.perf_counter()
+        loads = [gpu_load(device()) for _ in range(100)]
+        cost_ms = 10 * (time.perf_counter() - begin)
+        often = f"{cost_ms:.2f} ms to ask, every {1e3 * LOAD_EVERY_S:.0f} ms of a run"
+        print(f"SM clock (MHz) and power (W): {loads[-1] or 'n/a'}; {often}")
     limit, why = host_limit()
     print(f"host memory for this process: {limit / 2**30:.1f} GiB, {why}")

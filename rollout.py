@@ -646,9 +646,12 @@ def _demo(args: _Demo) -> None:
         limits = {"max_prompt_tokens": args.max_prompt_tokens, "forbidden_ids": configs.forbidden_ids(config)}
         with EngineClient(args.rollout, binding, engine=0, devices=[0], run_dir=root, **limits) as client:
             print("engine ready:", {name: round(value, 1) for name, value in client.ready().items()})
+            load = hardware.GpuLoad(lambda: "GPU")
             for repeat in range(args.repeats):
                 client.publish(repeat)  # so that no prompt is in the prefix cache
                 _generate_and_tell(client, args, prompts, clip)
+                if found := load.take():
+                    print("meanwhile", ", ".join(f"{name} {mean:.0f}" for name, mean in found.items()))
 
 
 def random_weights(model: str, root: str | Path) -> tuple[Any, Binding, Arena]:

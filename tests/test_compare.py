@@ -19,6 +19,7 @@ def step_of(overlap, step_s, step, events, warm_up=False, **extra):
         workload="470/125", overlap=overlap, side=overlap, warm_up=warm_up, prefixes_alone_s=3.0, optimizer_floor_s=0.5
     )
     fields |= dict(prefix_share=0.9 if overlap == "prefix" else 0.0)
+    fields |= {"phase/reward": 0.125, "load/actor/MHz": 1512.0, "load/reward/MHz": 1980.0}
     fields |= dict(logprob_diff_mean=1e-3, logprob_diff_max=2e-3, prompt_tokens_mean=464.0, response_tokens_mean=142.0)
     return record(step, 0.0, step_s, mfu=None, **fields | extra), [e | {"args": {"step": step}} for e in events]
 
@@ -86,6 +87,8 @@ def test_speed_up_and_its_bound():
     ]
     assert rows["MFU of prefixes and training, %"] == ["n/a", "n/a"]
     assert rows["rank 0, actor, s"][0] == "2.000 (2.000 to 2.000)"
+    assert rows["rank 0, actor, MHz"] == ["1512 (1512 to 1512)"] * 2
+    assert "rank 0, reward, MHz" not in rows  # too short for its load to say something
     assert compare._markdown([["a", "b"], ["c", "d"]]) == "| a | b |\n|---|---|\n| c | d |"
 
 

@@ -134,6 +134,35 @@ def test_peak_is_what_products_of_another_shape_nearly_reach():
     assert 0.7 * peak < rate < 1.1 * peak
 
 
+def test_a_cpu_has_no_load():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    load = hardware.GpuLoad(lambda: "any")
+    time.sleep(3 * hardware.LOAD_EVERY_S)
+    assert load.take() == {}
+
+
+@pytest.mark.gpu
+def test_each_phase_has_its_own_load():
+    phase, a = "idle", torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    load = hardware.GpuLoad(lambda: phase)
+    time.sleep(2)  # the power is a mean of its last second
+    phase, start = "busy", time.monotonic()
+    while time.monotonic() < start + 3:
+        for _ in range(20):
+            a @ a
+        torch.cuda.synchronize()
+    phase = "after"
+    found = load.take()
+    load.close()
+    assert {"idle/MHz", "idle/W", "busy/MHz", "busy/W"} <= found.keys()
+    assert found["busy/W"] > 1.5 * found["idle/W"] > 0 and 500 < found["busy/MHz"] < 3000
+    time.sleep(4 * hardware.LOAD_EVERY_S)
+    load.take()
+    time.sleep(4 * hardware.LOAD_EVERY_S)
+    assert load.take() == {}  # its thread has ended
+
+
 _SEEN: list[torch.cuda.Stream] = []
 
 

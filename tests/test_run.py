@@ -125,7 +125,9 @@ def test_a_run_whose_checkpoints_have_no_room_does_not_start(tmp_path, monkeypat
     run.check_disk(config, tmp_path, 10 * GIB, 3 * GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed_gib * GIB - 1))
     if needed_gib:
-        with pytest.raises(ValueError, match=rf"{needed_gib}.00 GiB are needed there .* choose another, or write less:"):
+        with pytest.raises(
+            ValueError, match=rf"{needed_gib}.00 GiB are needed there .* choose another, or write less:"
+        ):
             run.check_disk(config, tmp_path, 10 * GIB, 3 * GIB)
 
 
