@@ -317,7 +317,11 @@ def main(argv: list[str] | None = None) -> None:
         import compare
 
         return compare.main(argv[1:])
-    about = "Tables and figures from what runs leave behind. Also `bench.py compare`, which runs: see its own --help."
+    if argv[:1] == ["beside"]:
+        import beside
+
+        return beside.main(argv[1:])
+    about = "Tables and figures from what runs leave behind. Also compare and beside, which run: see their own --help."
     command = tyro.cli(Curves | Trace | Memory | Growth, args=argv, description=about)
     try:
         {Curves: curves, Trace: trace, Memory: memory_picture, Growth: growth}[type(command)](command)

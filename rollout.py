@@ -637,7 +637,7 @@ def _demo(args: _Demo) -> None:
     if args.model not in (names := ["tiny", *configs.CONFIGS]):
         raise ValueError(f"--model {args.model}: expected one of {', '.join(names)}")
     with tempfile.TemporaryDirectory() as root:
-        config, binding, _arena = random_weights(args.model, root)
+        config, binding, _arena, _ = random_weights(args.model, root)
         frames = np.random.default_rng(0).integers(0, 255, (args.frames, args.side, args.side, 3), dtype=np.uint8)
         clip = SimpleNamespace(kind="video", frames=frames, fps=2.0)
         visual = [config.vision_start_token_id, config.video_token_id, config.vision_end_token_id]
@@ -654,9 +654,10 @@ def _demo(args: _Demo) -> None:
                     print("meanwhile", ", ".join(f"{name} {mean:.0f}" for name, mean in found.items()))
 
 
-def random_weights(model: str, root: str | Path) -> tuple[Any, Binding, Arena]:
+def random_weights(model: str, root: str | Path) -> tuple[Any, Binding, Arena, Any]:
     """A named configuration and random weights on the first device, BF16 on a GPU and FP32 on a CPU, for one engine of
-    TP 1: transformers' configuration, the binding, and the arena, which must live as long as the engine."""
+    TP 1: transformers' configuration, the binding, the arena, which must live as long as the engine, and the
+    weights.Snapshot in it."""
     import configs
     import weights
 
@@ -666,8 +667,10 @@ def random_weights(model: str, root: str | Path) -> tuple[Any, Binding, Arena]:
     dtype = "bfloat16" if hardware.device().type == "cuda" else "float32"
     plan = weights.layout(config, 1, 1, "split", getattr(torch, dtype))
     arena = Arena({"snapshot": plan.nbytes})
-    weights.init_random(weights.Snapshot(plan, 0, arena.acquire("snapshot"), None), 0, config)
-    return config, Binding(str(directory), (arena.handle("snapshot"),), plan.nbytes, 1, "split", dtype), arena
+    snapshot = weights.Snapshot(plan, 0, arena.acquire("snapshot"), None)
+    weights.init_random(snapshot, 0, config)
+    binding = Binding(str(directory), (arena.handle("snapshot"),), plan.nbytes, 1, "split", dtype)
+    return config, binding, arena, snapshot
 
 
 def _generate_and_tell(client: EngineClient, args: _Demo, prompts: list[list[int]], clip) -> None:

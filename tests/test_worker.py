@@ -55,7 +55,7 @@ def test_queries_and_keys_are_rotated_as_by_vllm(tritons_interpreter):
 def client(tmp_path_factory):
     """An engine that reads a tiny random model's BF16 snapshot in this process's arena."""
     root = tmp_path_factory.mktemp("gpu")
-    config, binding, _arena = random_weights("tiny", root)
+    config, binding, _arena, _ = random_weights("tiny", root)
     sampling = RolloutConfig(n=16, max_new_tokens=48, max_num_seqs=64, kv_cache_gib=0.25, max_num_batched_tokens=2048)
     limits = {"max_prompt_tokens": 160, "forbidden_ids": configs.forbidden_ids(config)}
     with EngineClient(sampling, binding, engine=0, devices=[0], run_dir=root, **limits) as engine:
