@@ -425,9 +425,11 @@ class GpuLoad:
 
 
 def gpu_load(gpu: torch.device) -> tuple[float, float] | None:
-    """SM clock, MHz, and power, W, a mean of its last second; None where NVML does not know them."""
-    from pynvml import NVMLError
-
+    """SM clock, MHz, and power, W, a mean of its last second; None where NVML, or its package, does not know them."""
+    try:
+        from pynvml import NVMLError
+    except ImportError:
+        return None
     try:
         return float(torch.cuda.clock_rate(gpu)), torch.cuda.power_draw(gpu) / 1e3
     except NVMLError:

@@ -92,11 +92,14 @@ _KEPT = 2  # checkpoints; one more is there while it is written
 
 def check_disk(config: "Config", run_dir: Path, state_bytes: int, model_bytes: int) -> None:
     """Raise ValueError if there is no room for what the run will have written at once: checkpoints of state_bytes, and
-    an exported model of model_bytes. Whatever else a run writes is small."""
+    an exported model of model_bytes, as large as the reference that a warm-up makes. Whatever else it writes is
+    small."""
     there = sum(1 for _ in run_dir.glob("checkpoint-??????"))
     coming = math.ceil(config.steps / config.checkpoint_every) if config.checkpoint_every else 0
     most, kept = (max(0, min(limit, there + coming) - there) for limit in (_KEPT + 1, _KEPT))
     needed = max(most * state_bytes, kept * state_bytes + config.export * model_bytes)
+    if config.warmup_steps and config.algo.kl_coef and not config.resume:
+        needed += model_bytes
     if needed > (free := shutil.disk_usage(run_dir).free):
         each, total, room = map(hardware.readable, (state_bytes, needed, free))
         raise ValueError(

@@ -115,10 +115,12 @@ GIB = 1 << 30
         ({"steps": 10, "export": False}, 0, 10),
         ({"checkpoint_every": 0}, 0, 3),
         ({"checkpoint_every": 0, "export": False}, 0, 0),
+        ({"warmup_steps": 40}, 0, 20 + 3 + 3),  # the reference is not the random weights any more
+        ({"warmup_steps": 40, "resume": True, "run_dir": "run"}, 1, 20),  # and is there
     ],
 )
 def test_a_run_whose_checkpoints_have_no_room_does_not_start(tmp_path, monkeypatch, given, there, needed_gib):
-    config, usage = replace(train.TINY, **given), shutil.disk_usage(tmp_path)
+    config, usage = replace(train.TINY, **{"warmup_steps": 0} | given), shutil.disk_usage(tmp_path)
     for i in range(there):
         (tmp_path / f"checkpoint-{i:06d}").mkdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed_gib * GIB))
