@@ -65,6 +65,8 @@ def prepare_run(config: "Config", ranks: "Ranks") -> tuple[Path, Path]:
         else:
             for left in run_dir.glob("memory-*.jsonl"):  # of a run that ended before its first step
                 left.unlink()
+        for left in run_dir.glob("checkpoint-??????.partial"):  # of a run that ended as it wrote it
+            shutil.rmtree(left)
         run_dir.mkdir(parents=True, exist_ok=True)
         settings_path.write_text(json.dumps(asked, indent=1))
         if not config.data.path:
@@ -94,8 +96,10 @@ def check_disk(config: "Config", run_dir: Path, state_bytes: int, model_bytes: i
     """Raise ValueError if there is no room for what the run will have written at once: checkpoints of state_bytes, and
     an exported model of model_bytes, as large as the reference that a warm-up makes. Whatever else it writes is
     small."""
-    there = sum(1 for _ in run_dir.glob("checkpoint-??????"))
-    coming = math.ceil(config.steps / config.checkpoint_every) if config.checkpoint_every else 0
+    there = sorted(run_dir.glob("checkpoint-??????"))
+    done = int(there[-1].name.removeprefix("checkpoint-")) if there else 0
+    every, there = config.checkpoint_every, len(there)
+    coming = math.ceil(config.steps / every) - done // every if every and done < config.steps else 0
     most, kept = (max(0, min(limit, there + coming) - there) for limit in (_KEPT + 1, _KEPT))
     needed = max(most * state_bytes, kept * state_bytes + config.export * model_bytes)
     if config.warmup_steps and config.algo.kl_coef and not config.resume:
@@ -119,8 +123,9 @@ def save_checkpoint(trainer: "Trainer", step: int, position: int) -> None:
         partial.mkdir(parents=True)
     dist.barrier()
     if ranks.replica == 0:  # replicas hold the same state
+        optimizer = trainer.optimizer.state_dict()
         state = dict(
-            optimizer=trainer.optimizer.state_dict(),
+            optimizer={name: _alone(value) for name, value in optimizer.items()},
             position=position,
             seen=trainer.loader.seen,
             bad=trainer.loader.bad,
@@ -132,6 +137,13 @@ def save_checkpoint(trainer: "Trainer", step: int, position: int) -> None:
         partial.rename(final)
         for old in sorted(trainer.run_dir.glob("checkpoint-??????"))[:-_KEPT]:
             shutil.rmtree(old)
+
+
+def _alone(value: object) -> object:
+    """A CPU tensor without what else is in its storage, which torch.save would write with it: the whole host pool. No
+    copy."""
+    own = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    return torch.from_numpy(value.numpy()) if own else value
 
 
 def _write(state: dict, path: Path) -> None:

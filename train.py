@@ -421,6 +421,7 @@ def train_step(
     config, timeline = trainer.config, trainer.timeline
     start = time.monotonic()
     wait_before = trainer.loader.wait_s
+    trainer.load.take()  # what came before is no step's
     with timeline.span("data"):
         samples, position = trainer.samples(trainer.loader, position, config.prompts)
     groups = [sched.Group(sample) for sample in trainer.mine(samples)]

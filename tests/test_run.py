@@ -80,6 +80,9 @@ def test_camera_footage_from_a_checkpoint_and_an_exact_resume(tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     finish(start(whole, *arguments), 300)
     assert sorted(p.name for p in whole.glob("checkpoint-*")) == ["checkpoint-000002", "checkpoint-000004"]
+    for part in (whole / "checkpoint-000004").iterdir():  # three FP32 numbers a parameter, as check_disk counts them
+        kept = torch.load(part, weights_only=False)["optimizer"]
+        assert part.stat().st_size < 12 * sum(numel for _, numel in kept["layout"]) + 2**16
     assert "broken.mp4" in (whole / "bad_samples.jsonl").read_text() and metrics(whole)[-1]["bad_samples"] > 0
     shutil.copytree(whole / "checkpoint-000002", resumed / "checkpoint-000002")
     shutil.copy(whole / "metrics.jsonl", resumed)  # as after a crash: steps were logged that the checkpoint lacks
@@ -107,22 +110,25 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     "given, there, needed_gib",
     [
-        ({}, 0, 20 + 3),  # one after each 50 of 100 steps, then the model
-        ({"steps": 1000}, 0, 30),  # the third is written before the first goes
-        ({"steps": 1000}, 2, 10),
-        ({"steps": 1000}, 1, 20),
-        ({"steps": 10}, 0, 10 + 3),
-        ({"steps": 10, "export": False}, 0, 10),
-        ({"checkpoint_every": 0}, 0, 3),
-        ({"checkpoint_every": 0, "export": False}, 0, 0),
-        ({"warmup_steps": 40}, 0, 20 + 3 + 3),  # the reference is not the random weights any more
-        ({"warmup_steps": 40, "resume": True, "run_dir": "run"}, 1, 20),  # and is there
+        ({}, [], 20 + 3),  # one after each 50 of 100 steps, then the model
+        ({"steps": 1000}, [], 30),  # the third is written before the first goes
+        ({"steps": 1000}, [50, 100], 10),
+        ({"steps": 1000}, [50], 20),
+        ({"steps": 100}, [50], 10 + 3),  # a second one, then the model: no third is ever there
+        ({"steps": 120}, [50, 100], 10),
+        ({"steps": 100}, [50, 100], 3),
+        ({"steps": 10}, [], 10 + 3),
+        ({"steps": 10, "export": False}, [], 10),
+        ({"checkpoint_every": 0}, [], 3),
+        ({"checkpoint_every": 0, "export": False}, [], 0),
+        ({"warmup_steps": 40}, [], 20 + 3 + 3),  # the reference is not the random weights any more
+        ({"warmup_steps": 40, "resume": True, "run_dir": "run"}, [50], 10 + 3),  # and is there
     ],
 )
 def test_a_run_whose_checkpoints_have_no_room_does_not_start(tmp_path, monkeypatch, given, there, needed_gib):
     config, usage = replace(train.TINY, **{"warmup_steps": 0} | given), shutil.disk_usage(tmp_path)
-    for i in range(there):
-        (tmp_path / f"checkpoint-{i:06d}").mkdir()
+    for step in there:
+        (tmp_path / f"checkpoint-{step:06d}").mkdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed_gib * GIB))
     run.check_disk(config, tmp_path, 10 * GIB, 3 * GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed_gib * GIB - 1))
