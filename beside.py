@@ -64,16 +64,13 @@ class Beside:
         """Raises ValueError with the field and what it may be."""
         rules = [(name, getattr(self, name) >= 1, "1 or more") for name in ("prompts", "n", "together")]
         rules += [("length", self.length >= 2, "2 or more: the first comes with the prompt")]
-        rules += [("model", self.model in _NAMES, f"one of {', '.join(_NAMES)}")]
+        rules += [("model", self.model in configs.NAMES, f"one of {', '.join(configs.NAMES)}")]
         rules += [("frames", self.frames >= 2 and self.frames % 2 == 0, "an even number")]
         rules += [("side", self.side >= 28 and self.side % 28 == 0, "a multiple of 28")]
         rules += [("sms", bool(self.sms) and min(self.sms) >= 0, "one number or more, each 0 or more")]
         for name, ok, expected in rules:
             if not ok:
                 raise ValueError(f"--{name} {getattr(self, name)}: expected {expected}")
-
-
-_NAMES = ("tiny", *configs.CONFIGS)
 
 
 @dataclass(frozen=True)
@@ -155,8 +152,8 @@ class Pair:
         return took_s / done if done else None
 
     def _step_ms(self) -> float:
-        decode = [work for work in self.engine.take_stats().timeline if work.kind == "decode"]
-        return sum(work.end_ns - work.start_ns for work in decode) / 1e6 / sum(work.steps for work in decode)
+        busy_s, steps = self.engine.take_stats().busy("decode")
+        return 1e3 * busy_s / steps
 
     def close(self) -> None:
         """End the engine."""

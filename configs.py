@@ -27,6 +27,7 @@ CONFIGS = {
     "qwen2.5-vl-32b": (5120, 27648, 64, 40, 8, 152064, False, 3456),
     "qwen2.5-vl-72b": (8192, 29568, 80, 64, 8, 152064, False, 3456),
 }
+NAMES = ("tiny", *CONFIGS)  # without weights of their own
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"]
 SPECIAL_TOKENS += ["<|image_pad|>", "<|video_pad|>"]
 
@@ -37,11 +38,11 @@ SPECIAL_TOKENS += ["<|image_pad|>", "<|video_pad|>"]
 def load_config(model: str) -> Qwen2_5_VLConfig:
     """The transformers configuration of a model name (tiny, qwen2.5-vl-3b …) or directory. Raises ValueError with the
     fix."""
-    if model in CONFIGS or model == "tiny":
+    if model in NAMES:
         return _named_config(model)
     path = Path(model)
     if not (path / "config.json").is_file():
-        names = ", ".join(["tiny", *CONFIGS])
+        names = ", ".join(NAMES)
         raise ValueError(f"--model {model}: expected one of {names} or a directory with a config.json")
     config = AutoConfig.from_pretrained(path)
     if config.model_type != "qwen2_5_vl":

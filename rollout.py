@@ -190,6 +190,11 @@ class Stats:
         work = self.timeline
         return (max(w.end_ns for w in work) - min(w.start_ns for w in work)) / 1e9 if work else 0.0
 
+    def busy(self, kind: str) -> tuple[float, int]:
+        """Seconds and engine steps of one kind of work."""
+        work = [interval for interval in self.timeline if interval.kind == kind]
+        return sum(w.end_ns - w.start_ns for w in work) / 1e9, sum(w.steps for w in work)
+
     def __add__(self, other: "Stats") -> "Stats":
         return Stats(
             self.timeline + other.timeline,
@@ -634,8 +639,8 @@ def _demo(args: _Demo) -> None:
 
     import configs
 
-    if args.model not in (names := ["tiny", *configs.CONFIGS]):
-        raise ValueError(f"--model {args.model}: expected one of {', '.join(names)}")
+    if args.model not in configs.NAMES:
+        raise ValueError(f"--model {args.model}: expected one of {', '.join(configs.NAMES)}")
     with tempfile.TemporaryDirectory() as root:
         config, binding, _arena, _ = random_weights(args.model, root)
         frames = np.random.default_rng(0).integers(0, 255, (args.frames, args.side, args.side, 3), dtype=np.uint8)
@@ -685,9 +690,8 @@ def _generate_and_tell(client: EngineClient, args: _Demo, prompts: list[list[int
     print(f"{len(responses)} responses to {len(responses[0].prompt_ids)}-token prompts in {seconds:.2f} s:")
     print(f"the first after {first_s:.2f} s, {stats.output_tokens / seconds:.0f} tokens/s")
     for kind in ("prefill", "decode"):
-        work = [interval for interval in stats.timeline if interval.kind == kind]
-        if steps := sum(interval.steps for interval in work):
-            busy_s = sum(interval.end_ns - interval.start_ns for interval in work) / 1e9
+        busy_s, steps = stats.busy(kind)
+        if steps:
             print(f"{kind}: {busy_s:.2f} s, {steps} engine steps of {1e3 * busy_s / steps:.2f} ms")
     shared = stats.cached_tokens / stats.prompt_tokens
     print(f"{shared:.0%} of the prompt tokens came from KV blocks shared in their group")

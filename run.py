@@ -96,9 +96,8 @@ def check_disk(config: "Config", run_dir: Path, state_bytes: int, model_bytes: i
     """Raise ValueError if there is no room for what the run will have written at once: checkpoints of state_bytes, and
     an exported model of model_bytes, as large as the reference that a warm-up makes. Whatever else it writes is
     small."""
-    there = sorted(run_dir.glob("checkpoint-??????"))
-    done = int(there[-1].name.removeprefix("checkpoint-")) if there else 0
-    every, there = config.checkpoint_every, len(there)
+    steps = [int(path.name.removeprefix("checkpoint-")) for path in run_dir.glob("checkpoint-??????")]
+    there, done, every = len(steps), max(steps, default=0), config.checkpoint_every
     coming = math.ceil(config.steps / every) - done // every if every and done < config.steps else 0
     most, kept = (max(0, min(limit, there + coming) - there) for limit in (_KEPT + 1, _KEPT))
     needed = max(most * state_bytes, kept * state_bytes + config.export * model_bytes)
@@ -119,13 +118,11 @@ def save_checkpoint(trainer: "Trainer", step: int, position: int) -> None:
     final = trainer.run_dir / f"checkpoint-{step:06d}"
     partial = final.with_suffix(".partial")
     if ranks.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
     if ranks.replica == 0:  # replicas hold the same state
-        optimizer = trainer.optimizer.state_dict()
         state = dict(
-            optimizer={name: _alone(value) for name, value in optimizer.items()},
+            optimizer={name: alone(value) for name, value in trainer.optimizer.state_dict().items()},
             position=position,
             seen=trainer.loader.seen,
             bad=trainer.loader.bad,
@@ -139,11 +136,11 @@ def save_checkpoint(trainer: "Trainer", step: int, position: int) -> None:
             shutil.rmtree(old)
 
 
-def _alone(value: object) -> object:
+def alone(value: object) -> object:
     """A CPU tensor without what else is in its storage, which torch.save would write with it: the whole host pool. No
-    copy."""
-    own = isinstance(value, torch.Tensor) and value.device.type == "cpu"
-    return torch.from_numpy(value.numpy()) if own else value
+    copy. Anything else as it is."""
+    pooled = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    return torch.from_numpy(value.numpy()) if pooled else value
 
 
 def _write(state: dict, path: Path) -> None:

@@ -58,6 +58,7 @@ from run import (  # noqa: E402
     LOST,
     Ends,
     Log,
+    alone,
     facts,
     load_checkpoint,
     prepare_run,
@@ -203,7 +204,7 @@ class Config:
     @property
     def named(self) -> bool:
         """A configuration this repository knows, without weights of its own."""
-        return self.model == "tiny" or self.model in configs.CONFIGS
+        return self.model in configs.NAMES
 
     def tp(self, world: int) -> int:
         return self.train_tp or world
@@ -539,7 +540,7 @@ def begin(trainer: "Trainer", log: Log) -> tuple[int, int]:
                 log.say(f"warm-up {i + 1}/{config.warmup_steps}  supervised loss {loss:.4f} nats a token")
         trainer.freeze_reference()
         if config.algo.kl_coef and config.warmup_steps and ranks.replica == 0:
-            torch.save(trainer.reference_host.clone(), reference)  # the tensor alone, not the pool that it lies in
+            torch.save(alone(trainer.reference_host), reference)
     log.say(f"engines: waiting until they are ready (log: {run_dir}/engine*.log)")
     if (ready := trainer.wait_for_engines()) is not None:
         log.say(f"engine 0 ready after {ready['start_s']:.0f} s, all {ready['parameters']} parameters inside the arena")
