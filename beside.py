@@ -13,6 +13,7 @@ Left out on purpose: several GPUs, whose collectives wait for the slowest; what 
 To hold prefixes back in another way, edit mps.share_gpu or hardware.SmLimit, which a run uses, too.
 """
 
+import statistics
 import sys
 import tempfile
 import time
@@ -58,7 +59,7 @@ class Beside:
     frames: int = 14
     """Frames of a prompt's clip, even."""
     side: int = 392
-    """Its height and width, pixels; a multiple of 28."""
+    """Its height and width, pixels; a multiple of 28, 56 to 756."""
 
     def validate(self) -> None:
         """Raises ValueError with the field and what it may be."""
@@ -66,7 +67,8 @@ class Beside:
         rules += [("length", self.length >= 2, "2 or more: the first comes with the prompt")]
         rules += [("model", self.model in configs.NAMES, f"one of {', '.join(configs.NAMES)}")]
         rules += [("frames", self.frames >= 2 and self.frames % 2 == 0, "an even number")]
-        rules += [("side", self.side >= 28 and self.side % 28 == 0, "a multiple of 28")]
+        fits = 56 <= self.side <= 756 and self.side % 28 == 0  # the processor resizes what is smaller or larger
+        rules += [("side", fits, "a multiple of 28, 56 to 756")]
         rules += [("sms", bool(self.sms) and min(self.sms) >= 0, "one number or more, each 0 or more")]
         for name, ok, expected in rules:
             if not ok:
@@ -88,10 +90,18 @@ def together(step_ms: float, prefix_s: float, both: Pace) -> float:
     return step_ms / both.step_ms + prefix_s / both.prefix_s
 
 
+def within_decode(spans: list[tuple[int, int]], stats: rollout.Stats) -> list[tuple[int, int]]:
+    """Of the spans (monotonic, ns) those that lie between the first and the last work that is decode alone."""
+    decode = [work for work in stats.timeline if work.kind == "decode"]
+    first_ns, last_ns = min(work.start_ns for work in decode), max(work.end_ns for work in decode)
+    return [(start, end) for start, end in spans if first_ns <= start and end <= last_ns]
+
+
 class Pair:
     """An engine and a trainer's model on the same weights, in this process's arena."""
 
     def __init__(self, args: Beside, root: str):
+        self.limits = {sms: hardware.SmLimit(sms) if sms else nullcontext() for sms in (0, *args.sms)}
         config, binding, self._arena, snapshot = rollout.random_weights(args.model, root)
         self.samples = _samples(args, config, max(args.prompts, args.together))
         longest, responses = len(self.samples[0].input_ids), args.prompts * args.n
@@ -110,7 +120,6 @@ class Pair:
         self.model = QwenVL(config, getattr(torch, binding.dtype), binding.qkv)
         weights = {shard.name: shard.parameter(snapshot.flat(shard)) for shard in snapshot.shards}
         self.model.bind(weights, requires_grad=False)
-        self.limits = {sms: hardware.SmLimit(sms) if sms else nullcontext() for sms in (0, *args.sms)}
         self.asked, self.batch = self.samples[: args.prompts], self.samples[: args.together]
         self.lengths = (args.length,) * args.n
         self._doing, self._rounds = "start-up", 0
@@ -119,41 +128,47 @@ class Pair:
 
     def measure(self, sms: int | None, decode: bool) -> Pace:
         """Decode alone (sms None), prefixes alone for a second, or both as long as decode goes on."""
-        self._prefixes(sms, 0.0)  # warms up
+        limit = nullcontext() if sms is None else self.limits[sms]
+        with limit, torch.no_grad():  # entered once: leaving a limit gives back what the allocator has for it
+            if sms is not None:  # warms up; before prefixes alone so long that NVML's mean power is theirs
+                self._prefixes(0.0 if decode else 1.0)
+            if decode:
+                self._generate()
+            self.load.take()
+            self._doing = "measured"
+            spans = [] if sms is None else self._prefixes(None if decode else 1.0)
+            if decode:
+                self.engine.wait()
+            self._doing, load = "between", self.load.take()
+        step_ms = None
         if decode:
-            self._rounds += 1
-            self.engine.publish(self._rounds)  # so that no prompt is in the prefix cache
-            requests = [
-                rollout.Request(f"{i}", sample.prompt_ids, sample.media, len(self.lengths), i, lengths=self.lengths)
-                for i, sample in enumerate(self.asked)
-            ]
-            self.engine.generate(requests)
-            self.engine.wait_for_prompts()
-        self.load.take()
-        self._doing = "measured"
-        prefix_s = self._prefixes(sms, None if decode else 1.0)
-        if decode:
-            self.engine.wait()
-        self._doing, load = "between", self.load.take()
-        mhz, watts = (load.get(f"measured/{unit}") for unit in ("MHz", "W"))
-        return Pace(self._step_ms() if decode else None, prefix_s, mhz, watts)
+            stats = self.engine.take_stats()
+            busy_s, steps = stats.busy("decode")
+            step_ms, spans = 1e3 * busy_s / steps, within_decode(spans, stats)
+        prefix_s = statistics.fmean(end - start for start, end in spans) / 1e9 if spans else None
+        return Pace(step_ms, prefix_s, load.get("measured/MHz"), load.get("measured/W"))
 
-    def _prefixes(self, sms: int | None, least_s: float | None) -> float | None:
-        """Mean seconds of the prefixes that begin within least_s, at least one, or before the engine is done (None)."""
-        if sms is None:
-            return None
-        done, took_s = 0, 0.0
-        with self.limits[sms], torch.no_grad():
-            start = time.perf_counter()
-            while self.engine.generating if least_s is None else not done or took_s < least_s:
-                self.model.prefix(self.batch)
-                hardware.synchronize(every_stream=False)
-                done, took_s = done + 1, time.perf_counter() - start
-        return took_s / done if done else None
+    def _generate(self) -> None:
+        self._rounds += 1
+        self.engine.publish(self._rounds)  # so that no prompt is in the prefix cache
+        requests = [
+            rollout.Request(f"{i}", sample.prompt_ids, sample.media, len(self.lengths), i, lengths=self.lengths)
+            for i, sample in enumerate(self.asked)
+        ]
+        self.engine.generate(requests)
+        self.engine.wait_for_prompts()
 
-    def _step_ms(self) -> float:
-        busy_s, steps = self.engine.take_stats().busy("decode")
-        return 1e3 * busy_s / steps
+    def _prefixes(self, least_s: float | None) -> list[tuple[int, int]]:
+        """Begin and end (monotonic, ns) of the prefixes that begin within least_s, at least one, or before the engine
+        is done (None)."""
+        spans: list[tuple[int, int]] = []
+        begun_ns = time.monotonic_ns()
+        while self.engine.generating if least_s is None else not spans or spans[-1][1] - begun_ns < least_s * 1e9:
+            start_ns = time.monotonic_ns()
+            self.model.prefix(self.batch)
+            hardware.synchronize(every_stream=False)
+            spans.append((start_ns, time.monotonic_ns()))
+        return spans
 
     def close(self) -> None:
         """End the engine."""
@@ -188,7 +203,7 @@ def table(args: Beside, pair: Pair) -> list[list[str]]:
         rows.append([f"prefixes on {where}", "", "", f"{alone.prefix_s:.3f}", slower, "", *_load(alone)])
         row = [f"both, prefixes on {where}", f"{both.step_ms:.2f}", f"{both.step_ms / decode.step_ms:.2f}"]
         if both.prefix_s is None:
-            row += ["n/a"] * 3  # decode was over before the first
+            row += ["n/a"] * 3  # none lay within decode
         else:
             row += [f"{both.prefix_s:.3f}", f"{both.prefix_s / whole.prefix_s:.2f}"]
             row += [f"{together(decode.step_ms, whole.prefix_s, both):.2f}"]
@@ -205,6 +220,7 @@ def run(args: Beside) -> None:
     policy = "priority" if args.priority == "low" else "default"
     mps.share_gpu(replace(train.TINY, sm_policy=policy))  # before CUDA starts; its own daemon ends with this process
     hardware.select_device(0)
+    hardware.check_device()
     hardware.answer_cuda_queries()
     torch.set_num_threads(1)  # as torchrun has it
     with tempfile.TemporaryDirectory() as root:

@@ -7,6 +7,7 @@ import pytest
 from conftest import ROOT
 
 import beside
+from rollout import Interval, Stats
 
 
 def test_together_is_work_per_second_over_taking_turns():
@@ -23,12 +24,21 @@ def test_together_is_work_per_second_over_taking_turns():
         ({"length": 1}, "--length 1: expected 2 or more"),
         ({"frames": 3}, "--frames 3: expected an even number"),
         ({"side": 100}, "--side 100: expected a multiple of 28"),
+        ({"side": 28}, "--side 28: expected a multiple of 28, 56 to 756"),
+        ({"side": 784}, "--side 784: expected a multiple of 28, 56 to 756"),
         ({"sms": ()}, r"--sms \(\): expected one number or more"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         beside.Beside(**given).validate()
+
+
+def test_only_prefixes_within_decode_count():
+    timeline = [Interval("prefill", 0, 10, 1, 9), Interval("decode", 10, 20, 3, 3), Interval("decode", 20, 40, 5, 5)]
+    spans = [(5, 12), (10, 20), (25, 40), (39, 45), (41, 50)]  # the first met a prefill, the last two decode's end
+    assert beside.within_decode(spans, Stats(timeline)) == [(10, 20), (25, 40)]
+    assert Stats(timeline).busy("decode") == pytest.approx((30e-9, 8))
 
 
 def test_prompts_share_their_clip_and_nothing_else():
